@@ -1,0 +1,92 @@
+"""The Python half of the CPU launcher: the generated Spec of a kernel, and packing a call into one block of words.
+
+The block's layout is stated in cpu.h beside this file.
+"""
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from tl_kernels.spec import Kernel, Problem
+
+HEADER = Path(__file__).with_name("cpu.h")
+ENTRY = "linattn_launch"
+FLOAT_SCALARS = frozenset({"scale", "eps"})
+_HEADER_WORDS = 11
+_STEP_FIELDS = frozenset({"rows", "K", "V", "heads", "live"})
+
+
+def parse_signature(source: str, function: str) -> list[tuple[str, str]]:
+    """(C type, name) of each parameter of a function that TileLang emitted."""
+    match = re.search(rf"^int32_t {re.escape(function)}\(([^)]*)\)\s*\{{", source, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"the emitted source has no function {function!r}")
+    params = [p.rsplit(" ", 1) for p in match.group(1).split(", ")]
+    return [(kind.strip(), name) for kind, name in params]
+
+
+def _parameter(kernel: Kernel, kind: str, name: str) -> str:
+    """The C++ expression that fills one parameter of the emitted function from a Step."""
+    args = [a.name for a in kernel.args]
+    if name in args:
+        return f"({kind})s.data[{args.index(name)}]"
+    if name in _STEP_FIELDS:
+        return f"s.{name}"
+    if name in kernel.scalars:
+        word = f"s.scalars[{kernel.scalars.index(name)}]"
+        return f"(float)linattn::as_double({word})" if name in FLOAT_SCALARS else f"(int32_t){word}"
+    for suffix in ("row", "head"):
+        if name.endswith("_" + suffix) and name.removesuffix("_" + suffix) in args:
+            return f"s.{suffix}[{args.index(name.removesuffix('_' + suffix))}]"
+    raise ValueError(f"{kernel.name}: the launcher does not know the kernel parameter {name!r}")
+
+
+def glue(kernel: Kernel, problem: Problem, config: object, source: str) -> str:
+    """The C++ that binds an emitted kernel to the launcher."""
+    function = f"{kernel.build.__name__}_kernel_kernel"
+    parameters = ", ".join(_parameter(kernel, *p) for p in parse_signature(source, function))
+    io_bytes = 4 if problem.dtype == "float32" else 2
+    args = ", ".join(
+        f"{{linattn::{a.role.upper()}, {str(a.heads == 'HV').lower()}, {str(a.transposed).lower()}, "
+        f"{io_bytes if a.dtype == 'io' else 4}}}"
+        for a in kernel.args
+    )
+    return f"""
+namespace {{
+struct Spec {{
+  static constexpr int ARGS = {len(kernel.args)}, SCALARS = {len(kernel.scalars)};
+  static constexpr int64_t CHUNK = {config.C}, BLOCK = {config.NR};
+  static constexpr bool REVERSE = {str(kernel.reverse).lower()};
+  static constexpr linattn::ArgSpec args[ARGS] = {{{args}}};
+  static void run(const linattn::Step<ARGS>& s) {{ {function}({parameters}); }}
+}};
+}}
+extern "C" __attribute__((visibility("default"))) int64_t {ENTRY}(const int64_t* block) {{
+  linattn::Launch<Spec> launch(block);
+  return launch.run();
+}}
+"""
+
+
+class CpuBinary:
+    """A loaded CPU kernel. Call it with a Shape's words, the scalars and each argument's words, in order."""
+
+    def __init__(self, path: Path, kernel: Kernel, config: object):
+        library = ctypes.CDLL(str(path))
+        self._entry: Callable[[bytes], int] = getattr(library, ENTRY)
+        self._entry.argtypes = [ctypes.c_char_p]
+        self._entry.restype = ctypes.c_int64
+        self._pack = struct.Struct("=" + _format(kernel)).pack
+        self.kernel, self.config, self.path = kernel, config, path
+
+    def __call__(self, *words: int | float) -> None:
+        if self._entry(self._pack(*words)):
+            raise MemoryError(f"{self.kernel.name}: no memory for the working states")
+
+
+def _format(kernel: Kernel) -> str:
+    scalars = "".join("d" if s in FLOAT_SCALARS else "q" for s in kernel.scalars)
+    words = {"token": "4q", "pool": "3q"}
+    return f"{_HEADER_WORDS}q{scalars}" + "".join(words.get(a.role, "2q") for a in kernel.args)

@@ -1,0 +1,29 @@
+"""Plain, aligned text for the terminal."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right, words to the left."""
+    body = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(head), *body]) for i in range(len(head))]
+    right = [all(_number(line[i]) for line in body) and bool(body) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(head), "  ".join("-" * w for w in widths), *map(line, body)])
+
+
+def _number(cell: str) -> bool:
+    text = cell.rstrip("x%").replace(",", "")
+    try:
+        float(text)
+    except ValueError:
+        return cell in ("", "-")
+    return True
+
+
+def config_text(config: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())

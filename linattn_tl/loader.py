@@ -1,0 +1,166 @@
+"""Problem -> loaded kernels: the user's cache, the wheel, or a build here and now."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autotune import build, table, target
+from autotune.launcher.cpu import CpuBinary
+from autotune.store import Entry, Store
+from linattn_tl import registry, settings
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
+
+log = logging.getLogger("linattn_tl")
+WHEEL = Path(build.__file__).parent / "binaries"  # what a wheel brings along; read-only
+
+Verify = Callable[[Kernel, Problem, CpuBinary], None]
+
+
+def user_store() -> Store:
+    return Store(settings.cache_dir())
+
+
+def stores() -> list[Store]:
+    return [user_store(), Store(WHEEL)]
+
+
+def tables(device: Target) -> list[Path]:
+    """Tuned tables, most specific first."""
+    return [settings.cache_dir() / "tables" / f"{device.arch}.json", table.SHIPPED / f"{device.arch}.json"]
+
+
+def refuse_problem(problem: Problem) -> str | None:
+    """What no compiled CPU kernel can do, whatever is installed."""
+    if problem.device != "cpu":
+        return f"no kernel is built for {problem.device} tensors yet"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}"
+    if problem.K > MAX_HEAD_DIM or problem.V > MAX_HEAD_DIM:
+        return f"K={problem.K}, V={problem.V}: head dims above {MAX_HEAD_DIM} have no kernel"
+    if target.native() is None:
+        return "this CPU is neither x86-64-v3 nor x86-64-v4"
+    return None
+
+
+def find(kernel: Kernel, problem: Problem, device: Target) -> Entry | None:
+    """The stored binary of the best config that has one."""
+    for config in table.ordered_configs(kernel, problem, device, tables(device)):
+        key = build.binary_key(kernel, problem, config, device)
+        for store in stores():
+            entry = store.get(key)
+            if entry is not None:
+                return entry
+    return None
+
+
+def refuse_binary(kernels: Sequence[Kernel], problem: Problem) -> str | None:
+    reason = refuse_problem(problem)
+    if reason:
+        return reason
+    device = _native()
+    missing = [k.name for k in kernels if find(k, problem, device) is None]
+    if not missing:
+        return None
+    return (
+        f"no {device.arch} {problem.dtype} binary of {', '.join(missing)} in {settings.cache_dir()}; "
+        "`linattn-tl tune` builds them"
+    )
+
+
+def refuse_jit(kernels: Sequence[Kernel], problem: Problem) -> str | None:
+    return refuse_problem(problem) or build.tools().missing or None
+
+
+def load_stored(kernels: Sequence[Kernel], problem: Problem) -> dict[str, CpuBinary]:
+    """Load binaries that refuse_binary has found."""
+    device = _native()
+    loaded = {}
+    for kernel in kernels:
+        entry = find(kernel, problem, device)
+        if entry is None:
+            raise FileNotFoundError(f"{kernel.name}: its binary was removed from {settings.cache_dir()}")
+        loaded[kernel.name] = open_binary(kernel, entry.path, entry.manifest["config"], problem, device)
+    return loaded
+
+
+def load_built(kernels: Sequence[Kernel], problem: Problem, verify: Verify) -> dict[str, CpuBinary]:
+    """Load what is stored, and build, verify and store what is not."""
+    device = _native()
+    loaded = {}
+    for kernel in kernels:
+        entry = find(kernel, problem, device) or build_and_store(kernel, problem, device, verify)
+        loaded[kernel.name] = open_binary(kernel, entry.path, entry.manifest["config"], problem, device)
+    return loaded
+
+
+def build_and_store(
+    kernel: Kernel, problem: Problem, device: Target, verify: Verify | None, config: Any = None
+) -> Entry:
+    """Build one binary, check it against the definition, and keep it; another process may do it first.
+
+    verify=None, for kernel development, keeps it under a name that no call finds.
+    """
+    if config is None:
+        config = table.ordered_configs(kernel, problem, device, tables(device))[0]
+    start = time.perf_counter()
+
+    def make(path: Path) -> dict[str, Any]:
+        registry.count("compile")
+        manifest = build.build(kernel, problem, config, device, path)
+        if verify is None:
+            return {**manifest, "verified": "no"}
+        if device.arch not in [t.arch for t in target.offered()]:
+            return {**manifest, "verified": "not executed: built on a machine that cannot run it"}
+        verify(kernel, problem, CpuBinary(path, kernel, config))
+        return {**manifest, "verified": "executed against the float64 definition"}
+
+    key = build.binary_key(kernel, problem, config, device, checked=verify is not None)
+    entry = user_store().put(key, make)
+    log.info("%s %s: built and verified in %.1f s", kernel.name, problem.dtype, time.perf_counter() - start)
+    return entry
+
+
+@cache
+def _opened(path: Path, kernel: Kernel, config: Any) -> CpuBinary:
+    registry.count("binary_load")
+    return CpuBinary(path, kernel, config)
+
+
+def open_binary(kernel: Kernel, path: Path, config: dict[str, int], problem: Problem, device: Target) -> CpuBinary:
+    by_value = {tuple(sorted(vars(c).items())): c for c in kernel.configs(problem, device)}
+    return _opened(path, kernel, by_value[tuple(sorted(config.items()))])
+
+
+def _native() -> Target:
+    device = target.native()
+    if device is None:
+        raise RuntimeError("this CPU has no compiled kernels; refuse_problem says so first")
+    return device
+
+
+def impls(
+    kernels: Sequence[Kernel], compiled: Callable[[Any], Any], plain: Callable[[], Any], check: Callable[..., None]
+) -> tuple[registry.Impl, ...]:
+    """An op's backends in the order they are tried. compiled(binaries) and plain() make the runners."""
+
+    def verify(kernel: Kernel, problem: Problem, binary: CpuBinary) -> None:
+        check(kernel, problem, compiled({kernel.name: binary}))
+
+    return (
+        registry.Impl(
+            "binary", lambda p: refuse_binary(kernels, p), lambda p: compiled(load_stored(kernels, p))
+        ),
+        registry.Impl("jit", lambda p: refuse_jit(kernels, p), lambda p: compiled(load_built(kernels, p, verify))),
+        registry.Impl("torch", lambda p: None, lambda p: plain()),
+    )
+
+
+def stored_binary(kernel: Kernel, problem: Problem, device: Target, config: Any, checked: bool = True) -> CpuBinary:
+    """The stored binary of exactly this config."""
+    entry = user_store().get(build.binary_key(kernel, problem, config, device, checked))
+    if entry is None:
+        raise FileNotFoundError(f"{kernel.name} {problem.dtype}: no binary of {config} in {settings.cache_dir()}")
+    return _opened(entry.path, kernel, config)

@@ -1,0 +1,1 @@
+"""One module a family; each lists its ops in OPS."""

@@ -1,0 +1,354 @@
+"""Linear attention with a feature map and a normaliser, "Transformers are RNNs" (arXiv 2006.16236).
+
+    S_t = S_{t-1} + phi(k_t) v_t^T        z_t = z_{t-1} + phi(k_t)                             (eq. 16-18)
+    o_t = scale phi(q_t)^T S_t / (scale phi(q_t) . z_t + eps)                                  (eq. 19-20)
+
+phi(x) = elu(x) + 1 by default (eq. 7). The state is fp32 whatever the inputs are: a bf16 running sum of keys stops
+growing within a thousand tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from linattn_tl import apply, loader, registry, shapes
+from linattn_tl.ops.linear_attention import trial
+from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
+from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
+from linattn_tl.registry import Autograd, Impl, Op
+from tl_kernels.linear_attention import cpu as kernels
+from tl_kernels.spec import Problem
+
+NAME, DECODE = "linear_attention", "linear_attention_decode"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in FLOATS}
+FeatureMap = str | Callable[[torch.Tensor], torch.Tensor]
+
+
+class LinearState(NamedTuple):
+    """The constant-size state: kv [N, HV, K, V] and the running sum of keys z [N, H, K], both fp32."""
+
+    kv: torch.Tensor
+    z: torch.Tensor
+
+
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    feature_map: FeatureMap = "elu1",
+    causal: bool = True,
+    normalize: bool = True,
+    scale: float | None = 1.0,
+    eps: float = 1e-6,
+    initial_state: LinearState | tuple[torch.Tensor, torch.Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, LinearState | None]:
+    """Linear attention over whole sequences.
+
+        S_t = S_{t-1} + phi(k_t) v_t^T        z_t = z_{t-1} + phi(k_t)
+        o_t = scale phi(q_t)^T S_t / (scale phi(q_t) . z_t + eps)
+
+    Non-causal, every query sees the state after the last key.
+
+    Args:
+        q: [B, T, H, K] queries, float32, bfloat16, float16 or float64; any strides.
+        k: [B, T, H, K] keys; [B, T_k, H, K] when causal is False.
+        v: [B, T, HV, V] values, HV a multiple of H: q/k head h serves value heads h * HV/H and those up to the next.
+        feature_map: phi: "elu1" (elu(x) + 1), "relu", "identity", or a callable, applied to q and k beforehand.
+        causal: whether token t sees only tokens up to t.
+        normalize: divide by the sum of weights. The sum is kept in fp32.
+        scale: multiplies phi(q); None means K ** -0.5. With the normaliser it only weighs eps.
+        eps: added to the normaliser.
+        initial_state: (kv [N, HV, K, V], z [N, H, K]), fp32, N sequences; zeros when None.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1. A sequence may be empty.
+        backend: "auto", or one of "binary", "jit", "torch", which then never falls back.
+
+    Returns:
+        (o [B, T, HV, V] in v's dtype, LinearState or None). Differentiable in q, k, v and the initial state, through
+        o and the final state; more than once through the torch definition.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, size, dtype, device or value; the text names it.
+        UnsupportedError: a named backend cannot serve the call, or none can with LINATTN_TL_STRICT=1.
+
+    Under torch.autocast, q, k and v are cast to the autocast dtype; otherwise mixed dtypes are promoted.
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 4-12 and 16-20.
+    """
+    inputs, opt = _bind(
+        q, k, v, feature_map, causal, normalize, scale, eps, initial_state, output_final_state, cu_seqlens
+    )
+    o, kv, z = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend)
+    if o.dtype != v.dtype and not _autocast(v):
+        o = o.to(v.dtype)
+    return o, None if kv is None else LinearState(kv, z)
+
+
+def linear_attention_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: LinearState | tuple[torch.Tensor, torch.Tensor],
+    *,
+    feature_map: FeatureMap = "elu1",
+    normalize: bool = True,
+    scale: float | None = 1.0,
+    eps: float = 1e-6,
+    slots: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One token, or a few, a sequence: reads and updates the state in place, causally.
+
+        S += phi(k) v^T        z += phi(k)        o = scale phi(q)^T S / (scale phi(q) . z + eps)
+
+    Args:
+        q: [B, H, K], or [B, n, H, K] for n tokens one after the other; k likewise.
+        v: [B, HV, V] or [B, n, HV, V].
+        state: (kv [P, HV, K, V], z [P, H, K]), fp32, changed in place; a new row is all zeros. P = B without slots.
+        feature_map, normalize, scale, eps: as in linear_attention.
+        slots: int32 or int64 [B], the row of the pool of each sequence, no row twice; -1 is padding: its o is 0 and no
+            state is touched.
+        out: a tensor like v to write o to.
+        backend: "auto", or one of "binary", "jit", "torch".
+
+    Returns:
+        o, shaped and typed like v (`out`, if it was given).
+
+    Raises:
+        ValueError, TypeError: as in linear_attention, also for tensors that require a gradient while gradients are
+            recorded: an in-place step has none.
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20.
+    """
+    tokens, opt, kv, z = _bind_decode(q, k, v, state, feature_map, normalize, scale, eps, slots, out)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    single = q.ndim == 3
+    view = o.unsqueeze(1) if single else o
+    if torch.compiler.is_compiling():
+        torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, view, slots, *opt[:5], backend)
+        return o
+    _decode_into(*tokens, kv, z, view, slots, opt, backend)
+    return o
+
+
+# ---- checks
+
+
+def _features(op: str, q: Any, k: Any, feature_map: FeatureMap) -> tuple[Any, Any, str]:
+    """q, k and the name of what is left to apply: a callable runs here, outside the kernel."""
+    if isinstance(feature_map, str):
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"{op}: feature_map is {feature_map!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+        return q, k, feature_map
+    if not callable(feature_map):
+        raise TypeError(f"{op}: feature_map is {type(feature_map).__name__}; expected a string or a callable")
+    return feature_map(q), feature_map(k), "identity"
+
+
+def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> tuple[Any, Any]:
+    """(kv, z) of a state, checked against the sizes bound so far."""
+    if state is None:
+        return None, None
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(f"{op}: {name} is {type(state).__name__}; expected LinearState or a (kv, z) tuple")
+    kv, z = state
+    sizes = [(name + ".kv", kv, (letter, "HV", "K", "V")), (name + ".z", z, (letter, "H", "K"))]
+    for part, x, letters in sizes:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: {part} is {type(x).__name__}; expected a tensor [{', '.join(letters)}]")
+        expected = tuple(n[letter] for letter in letters)
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{op}: {part} has shape {tuple(x.shape)}; expected [{', '.join(letters)}] = {expected}")
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        shapes.check_dtype(op, part, x, (wide,))
+        shapes.check_device(op, "q", q.device, **{part: x})
+    return kv, z
+
+
+def _autocast(x: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _one_dtype(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k, v in one dtype: the autocast dtype, or the one that all promote to."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPE_NAMES:
+            shapes.check_dtype(op, name, x, FLOATS)
+    if _autocast(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    elif q.dtype == k.dtype == v.dtype:
+        return q, k, v
+    else:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _scale(scale: float | None, K: int) -> float:
+    return K**-0.5 if scale is None else float(scale)
+
+
+def _bind(
+    q: Any,
+    k: Any,
+    v: Any,
+    feature_map: FeatureMap = "elu1",
+    causal: bool = True,
+    normalize: bool = True,
+    scale: float | None = 1.0,
+    eps: float = 1e-6,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+) -> tuple[tuple[Any, ...], Options]:
+    """Every check that needs no values; returns the differentiable inputs and the options."""
+    n = shapes.bind_shapes(NAME, q=(q, "B T H K"), k=(k, f"B {'T' if causal else 'T_k'} H K"))
+    n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
+    shapes.check_heads(NAME, n["H"], n["HV"])
+    shapes.check_device(NAME, "q", q.device, k=k, v=v, cu_seqlens=cu_seqlens)
+    q, k, phi = _features(NAME, q, k, feature_map)
+    q, k, v = _one_dtype(NAME, q, k, v)
+    n["K"] = q.shape[-1]
+    n["N"] = n["B"]
+    if cu_seqlens is not None:
+        shapes.bind_shapes(NAME, cu_seqlens=(cu_seqlens, "N+1"))
+        shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+        if n["B"] != 1:
+            raise ValueError(f"{NAME}: q has B = {n['B']} with cu_seqlens; expected B = 1, sequences packed along T")
+        if n["T_k"] != q.shape[1]:
+            raise ValueError(f"{NAME}: k has T_k = {n['T_k']} with cu_seqlens; expected T = {q.shape[1]} (T from q)")
+        n["N"] = cu_seqlens.shape[0] - 1
+    kv, z = _check_state(NAME, "initial_state", initial_state, n, "N", q)
+    opt = Options(phi, causal, normalize, _scale(scale, n["K"]), float(eps), output_final_state)
+    return (q, k, v, kv, z), opt
+
+
+def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
+    if lengths is not None:
+        shapes.check_cu_seqlens(NAME, lengths.tolist(), inputs[0].shape[1])
+
+
+def _bind_decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    state: Any,
+    feature_map: FeatureMap = "elu1",
+    normalize: bool = True,
+    scale: float | None = 1.0,
+    eps: float = 1e-6,
+    slots: Any = None,
+    out: Any = None,
+) -> tuple[tuple[Any, Any, Any], Options, Any, Any]:
+    letters = "B H K" if getattr(q, "ndim", 4) == 3 else "B n H K"
+    values = letters.replace("H K", "HV V")
+    n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, values), out=(out, values))
+    shapes.check_heads(DECODE, n["H"], n["HV"])
+    shapes.check_device(DECODE, "q", q.device, k=k, v=v, slots=slots, out=out)
+    q, k, phi = _features(DECODE, q, k, feature_map)
+    if out is not None:
+        shapes.check_dtype(DECODE, "out", out, (v.dtype,))
+    q, k, v = _one_dtype(DECODE, q, k, v)
+    n["K"] = q.shape[-1]
+    n["P"] = n["B"]
+    if slots is not None:
+        shapes.bind_shapes(DECODE, q=(q, letters), slots=(slots, "B"))
+        shapes.check_dtype(DECODE, "slots", slots, (torch.int32, torch.int64))
+        n["P"] = state[0].shape[0] if isinstance(state, tuple) and hasattr(state[0], "shape") else n["B"]
+    if state is None:
+        raise TypeError(f"{DECODE}: state is None; expected LinearState or a (kv, z) tuple")
+    kv, z = _check_state(DECODE, "state", state, n, "P", q)
+    if torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z)):
+            if x.requires_grad:
+                raise ValueError(f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place")
+    if q.ndim == 3:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    return (q, k, v), Options(phi, True, normalize, _scale(scale, n["K"]), float(eps), True), kv, z
+
+
+def _decode_into(
+    q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str
+) -> None:
+    """Checks that read values, then the step itself."""
+    if slots is not None:
+        shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
+    choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)
+    registry.note_backend(DECODE, choice.backend)
+    with torch.no_grad():
+        if out.dtype == q.dtype:
+            choice.runner(q, k, v, kv, z, slots, opt, out)
+        else:  # q, k, v of mixed dtypes were promoted
+            out.copy_(choice.runner(q, k, v, kv, z, slots, opt, out.to(q.dtype)))
+    torch.autograd.graph.increment_version((kv, z, out))
+
+
+# ---- what the house needs to know
+
+
+def _problem(inputs: Sequence[Any], op: str = NAME) -> Problem:
+    q, v = inputs[0], inputs[2]
+    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], q.device.type)
+
+
+def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
+    """Empty o, kv, z, den, total kv, total z, with None for those that forward leaves out."""
+    q, _, v, _, _ = inputs
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if lengths is None else lengths.shape[0] - 1
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kv, z = v.new_empty(N, HV, K, V, dtype=wide), v.new_empty(N, H, K, dtype=wide)
+    o, den = v.new_empty(B, T, HV, V), q.new_empty(B, T, H, dtype=wide)
+    final = (kv, z) if opt.output_final_state else (None, None)
+    total = (None, None) if opt.causal or opt.output_final_state else (kv, z)
+    return (o, *final, den, *total)
+
+
+_KERNELS = (kernels.FWD, kernels.BWD_Q, kernels.BWD_KV)
+OP = Op(
+    name=NAME,
+    call=linear_attention,
+    bind=lambda *args, backend="auto", **kwargs: _problem(_bind(*args, **kwargs)[0]),
+    impls=loader.impls(_KERNELS, CpuRunner, lambda: TorchRunner(), trial.check),
+    kernels=_KERNELS,
+    compiled=CpuRunner,
+    trial=trial,
+    autograd=Autograd(
+        inputs=("q", "k", "v", "initial_kv", "initial_z"),
+        required=frozenset({"q", "k", "v"}),
+        outputs=("o", "kv", "z"),
+        saved=("den", "total_kv", "total_z"),
+        options=Options,
+        problem=_problem,
+        check_values=_check_values,
+        meta=_meta,
+        wanted=lambda opt: (True, opt.output_final_state, opt.output_final_state),
+        reference=TorchRunner(),
+    ),
+)
+DECODE_OP = Op(
+    name=DECODE,
+    call=linear_attention_decode,
+    bind=lambda *args, backend="auto", **kwargs: _problem(_bind_decode(*args, **kwargs)[0], DECODE),
+    impls=loader.impls((kernels.DECODE,), CpuDecode, lambda: decode, trial.check),
+    kernels=(kernels.DECODE,),
+    compiled=CpuDecode,
+    trial=trial,
+)
+OPS = (OP, DECODE_OP)
+apply.register(OP)
+apply.register_inplace(
+    DECODE,
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor(b!) z, Tensor(c!) out, Tensor? slots, str feature_map, "
+    "bool causal, bool normalize, float scale, float eps, str backend) -> ()",
+    lambda q, k, v, kv, z, out, slots, *rest: _decode_into(
+        q, k, v, kv, z, out, slots, Options(*rest[:5], output_final_state=True), rest[5]
+    ),
+)

@@ -1,0 +1,295 @@
+"""Linear attention through compiled CPU kernels: which kernel runs over which tokens, with which switches.
+
+Causal passes are one launch. A non-causal pass carries the state over all keys, then emits for all queries. Where
+there are fewer heads than threads, time is cut into segments: their states are summed in parallel first, and each
+segment then starts from the sum of those before it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autotune.launcher.cpu import CpuBinary
+from linattn_tl.ops.linear_attention.definition import Options
+from tl_kernels.linear_attention import cpu as kernels
+
+FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}
+SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
+SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
+FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the launcher walks: sequences, heads, and how many threads do it."""
+
+    N: int
+    T: int
+    H: int
+    heads: int
+    K: int
+    V: int
+    cu: torch.Tensor | None = None
+    segments: int = 1
+    segment_states: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 1 if self.T * self.N * self.H * self.heads * self.K * self.V < SERIAL_MACS else torch.get_num_threads()
+
+    def words(self) -> tuple[int, ...]:
+        cu = 0 if self.cu is None else self.cu.data_ptr()
+        return (
+            self.N, self.T, self.H, self.heads, self.K, self.V, cu, 0,
+            self.segments, int(self.segment_states), self.threads,
+        )  # fmt: skip
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its last dimension is not contiguous: a kernel reads any other strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
+def token_words(x: torch.Tensor | None) -> tuple[int, ...]:
+    """Pointer and the strides of [B, T, H, ...]."""
+    return (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
+
+
+def state_words(initial: torch.Tensor | None, final: torch.Tensor | None) -> tuple[int, int]:
+    return (0 if initial is None else initial.data_ptr(), 0 if final is None else final.data_ptr())
+
+
+def _option_words(opt: Options) -> tuple[Any, ...]:
+    return (FEATURE_MAP_CODES[opt.feature_map], int(opt.normalize), opt.scale, opt.eps)
+
+
+@dataclass
+class States:
+    """kv [N, HV, K, V] and z [N, H, K], contiguous fp32, either of them possibly missing."""
+
+    kv: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+
+    @staticmethod
+    def contiguous(kv: torch.Tensor | None, z: torch.Tensor | None) -> "States":
+        return States(None if kv is None else kv.contiguous(), None if z is None else z.contiguous())
+
+    @staticmethod
+    def empty(walk: Walk, like: torch.Tensor, count: int) -> "States":
+        new = lambda *size: torch.empty(size, dtype=torch.float32, device=like.device)  # noqa: E731
+        return States(new(count, walk.H * walk.heads, walk.K, walk.V), new(count, walk.H, walk.K))
+
+
+class CpuRunner:
+    """The binary and jit backends of linear_attention on the CPU."""
+
+    differentiable = False
+
+    def __init__(self, binaries: Mapping[str, CpuBinary]):
+        self.fwd = binaries.get(kernels.FWD.name)
+        self.bwd_q = binaries.get(kernels.BWD_Q.name)
+        self.bwd_kv = binaries.get(kernels.BWD_KV.name)
+
+    # ---- forward
+
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, Any]:
+        """(o, kv, z), and for backward den and, of a non-causal call that does not return it, the state of all keys."""
+        q, k, v, kv, z = inputs
+        q, k, v = rows(q), rows(k), rows(v)
+        walk, initial = _walk(q, v, lengths), States.contiguous(kv, z)
+        o = torch.empty(q.shape[:2] + v.shape[2:], dtype=v.dtype, device=v.device)
+        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if not opt.causal:
+            total = self._sum(k, v, walk, initial, opt)
+            self._fwd(EMIT, (q, None, None, o, den), _spread(walk, q), total, States(), opt)
+            final, spare = (total.kv, total.z), (None, None)
+            wanted, kept = (final, spare) if opt.output_final_state else (spare, final)
+            return (o, *wanted), (den, *kept)
+        cut = _cut(walk)
+        final = States.empty(walk, q, walk.N) if opt.output_final_state else States()
+        if cut.segments == 1:
+            self._fwd(FULL, (q, k, v, o, den), walk, initial, final, opt)
+        else:
+            starts, final = self._segment_starts(k, v, cut, initial, opt)
+            self._fwd(FULL, (q, k, v, o, den), cut, starts, States(), opt)
+        return (o, *((final.kv, final.z) if opt.output_final_state else (None, None))), (den, None, None)
+
+    def _fwd(
+        self, switches: tuple[int, ...], tokens: Sequence[Any], walk: Walk, start: States, end: States, opt: Options
+    ) -> None:
+        words = [w for x in tokens for w in token_words(x)]
+        states = (*state_words(start.kv, end.kv), *state_words(start.z, end.z))
+        self.fwd(*walk.words(), *switches, *_option_words(opt), *words, *states)
+
+    def _sum(self, k: Any, v: Any, walk: Walk, initial: States, opt: Options) -> States:
+        """The state after all keys."""
+        walk = _walk_of(walk, k)
+        cut = _cut(walk)
+        total = States.empty(walk, k, walk.N * cut.segments)
+        start = initial if cut.segments == 1 else States()
+        self._fwd(CARRY, (None, k, v, None, None), cut, start, total, opt)
+        return total if cut.segments == 1 else _prefix(total, initial, cut)[1]
+
+    def _segment_starts(self, k: Any, v: Any, cut: Walk, initial: States, opt: Options) -> tuple[States, States]:
+        parts = States.empty(cut, k, cut.N * cut.segments)
+        self._fwd(CARRY, (None, k, v, None, None), cut, States(), parts, opt)
+        return _prefix(parts, initial, cut)
+
+    # ---- backward
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        saved: Sequence[Any],
+        lengths: Any,
+        grads: Sequence[Any],
+        needs: Sequence[bool],
+        opt: Options,
+    ) -> list[Any]:
+        """One gradient an input that needs one."""
+        q, k, v, kv, z = inputs
+        o, den = outputs[0], saved[0]
+        dout = grads[0]
+        if dout is None:
+            dout = v.new_zeros(v.shape[-1]).expand(o.shape)
+        q, k, v, dout = rows(q), rows(k), rows(v), rows(dout)
+        walk = _walk(q, v, lengths)
+        tokens = (q, k, v, o, dout, den)
+        found: list[Any] = [None] * 5
+        if needs[0]:
+            total = outputs[1:] if opt.output_final_state else saved[1:]
+            start = States.contiguous(kv, z) if opt.causal else States(*total)
+            found[0] = self._grad_q(tokens, walk, start, opt)
+        if any(needs[1:]):
+            start = States.contiguous(grads[1], grads[2])
+            found[1:] = self._grad_kv(tokens, walk, start, opt, any(needs[1:3]))
+        return [g if need else None for g, need in zip(found, needs, strict=True)]
+
+    def _grad_q(self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options) -> torch.Tensor:
+        q, k, v = tokens[:3]
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        words = [w for x in (*tokens, dq) for w in token_words(x)]
+        switches, cut = (FULL, _cut(walk)) if opt.causal else (EMIT, _spread(walk, q))
+        if opt.causal and cut.segments > 1:
+            start, _ = self._segment_starts(k, v, cut, start, opt)
+        states = (*state_words(start.kv, None), *state_words(start.z, None))
+        self.bwd_q(*cut.words(), *switches, *_option_words(opt), *words, *states)
+        return dq
+
+    def _grad_kv(
+        self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options, emit: bool
+    ) -> tuple[Any, Any, Any, Any]:
+        """dk, dv and the gradient of the initial state, from that of the final state."""
+        k, v = tokens[1:3]
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if emit else None for x in (k, v))
+        cut = _cut(walk)
+        if opt.causal and cut.segments == 1:
+            end = States.empty(walk, k, walk.N)
+            switches = FULL if emit else CARRY
+            self._bwd_kv(switches, tokens, (dk, dv), walk, start, end, opt)
+            return dk, dv, end.kv, end.z
+        parts = States.empty(walk, k, walk.N * cut.segments)
+        self._bwd_kv(CARRY, tokens, (None, None), cut, States(), parts, opt)
+        starts, end = _prefix(parts, start, cut, reverse=True)
+        if emit and opt.causal:
+            self._bwd_kv(FULL, tokens, (dk, dv), cut, starts, States(), opt)
+        elif emit:
+            self._bwd_kv(EMIT, tokens, (dk, dv), _spread(walk, k), end, States(), opt)
+        return dk, dv, end.kv, end.z
+
+    def _bwd_kv(
+        self,
+        switches: tuple[int, ...],
+        tokens: Sequence[Any],
+        grads: Sequence[Any],
+        walk: Walk,
+        start: States,
+        end: States,
+        opt: Options,
+    ) -> None:
+        words = [w for x in (*tokens, *grads) for w in token_words(x)]
+        states = (*state_words(start.kv, end.kv), *state_words(start.z, end.z))
+        self.bwd_kv(*walk.words(), *switches, *_option_words(opt), *words, *states)
+
+
+def _walk(q: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None) -> Walk:
+    B, T, H, K = q.shape
+    cu = None if lengths is None else lengths.to(torch.int64).contiguous()
+    return Walk(B if cu is None else cu.shape[0] - 1, T, H, v.shape[2] // H, K, v.shape[3], cu)
+
+
+def _walk_of(walk: Walk, x: torch.Tensor) -> Walk:
+    """The same walk over x's tokens: in cross attention keys and queries differ in number."""
+    return replace(walk, T=x.shape[1])
+
+
+def _segments(walk: Walk) -> int:
+    """Cuts of time that give every thread work: 1 when sequences and heads already do."""
+    sequences = walk.N * walk.H
+    if sequences == 0 or 2 * sequences > walk.threads:
+        return 1
+    tokens = walk.T if walk.cu is None else walk.T // walk.N
+    return max(1, min(walk.threads // sequences, tokens // SEGMENT_TOKENS))
+
+
+def _cut(walk: Walk) -> Walk:
+    """Cut into segments that have states of their own."""
+    segments = _segments(walk)
+    return walk if segments == 1 else replace(walk, segments=segments, segment_states=True)
+
+
+def _spread(walk: Walk, x: torch.Tensor) -> Walk:
+    """Cut into segments that read one state, over x's tokens: nothing is carried, so a cut costs nothing."""
+    walk = _walk_of(walk, x)
+    tokens = walk.T if walk.cu is None else walk.T // max(walk.N, 1)
+    segments = max(1, min(walk.threads, tokens // SEGMENT_TOKENS))
+    return replace(walk, segments=segments)
+
+
+def _prefix(parts: States, initial: States, cut: Walk, reverse: bool = False) -> tuple[States, States]:
+    """Segment sums [N * G, ...] -> the state each segment starts from, and the state after all of them.
+
+    reverse: a backward pass starts from the last segment.
+    """
+    starts, ends = [], []
+    for part, first in ((parts.kv, initial.kv), (parts.z, initial.z)):
+        part = part.view(cut.N, cut.segments, *part.shape[1:])
+        if reverse:
+            part = part.flip(1)
+        first = torch.zeros_like(part[:, 0]) if first is None else first
+        sums = torch.cat([first.unsqueeze(1), part], 1).cumsum(1)
+        start = sums[:, :-1].flip(1) if reverse else sums[:, :-1]
+        starts.append(start.reshape(-1, *part.shape[2:]).contiguous())
+        ends.append(sums[:, -1].contiguous())
+    return States(*starts), States(*ends)
+
+
+class CpuDecode:
+    """The binary and jit backends of linear_attention_decode on the CPU."""
+
+    def __init__(self, binaries: Mapping[str, CpuBinary]):
+        self.decode = binaries[kernels.DECODE.name]
+
+    def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
+        """q [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
+        B, n, H, K = q.shape
+        HV, V = v.shape[2:]
+        q, k, v = rows(q), rows(k), rows(v)
+        o = out if out.stride(-1) == 1 or V == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+        slots = None if slots is None else slots.to(torch.int64).contiguous()
+        pool_kv = kv if kv.stride(-1) == 1 and kv.stride(-2) == V else kv.contiguous()
+        pool_z = z if z.stride(-1) == 1 else z.contiguous()
+        threads = 1 if B * n * HV * K * V < SERIAL_MACS // 4 else torch.get_num_threads()
+        self.decode(
+            B, n, H, HV // H, K, V, 0, 0 if slots is None else slots.data_ptr(), 1, 0, threads,
+            *_option_words(opt),
+            *token_words(q), *token_words(k), *token_words(v), *token_words(o),
+            pool_kv.data_ptr(), *pool_kv.stride()[:2], pool_z.data_ptr(), *pool_z.stride()[:2],
+        )  # fmt: skip
+        for pool, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
+            if pool is not copy:
+                pool.copy_(copy)
+        return out

@@ -1,0 +1,205 @@
+"""What can compute an op, in which order, and why the others cannot."""
+
+import importlib
+import logging
+import pkgutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from linattn_tl import settings
+from tl_kernels.spec import Kernel, Problem
+
+log = logging.getLogger("linattn_tl")
+COMPILED = ("binary", "jit")
+COUNTERS = ("compile", "tune", "binary_load", "fallback")
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One way to compute an op.
+
+    refuse(problem) returns None if it can serve the problem, else the reason in words; it imports nothing heavy.
+    load(problem) returns the object whose forward (and backward) computes; it may build.
+    """
+
+    backend: str
+    refuse: Callable[[Problem], str | None]
+    load: Callable[[Problem], Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public op and everything the house needs to serve, check, tune and time it."""
+
+    name: str
+    call: Callable[..., Any]  # the public function
+    bind: Callable[..., Problem]  # the public function's arguments -> Problem, after all checks
+    impls: tuple[Impl, ...]  # preferred first; the torch one last
+    kernels: tuple[Kernel, ...]  # what a compiled backend loads
+    compiled: Callable[[Any], Any]  # {kernel name: binary} -> the runner of the compiled backends
+    trial: Any  # module with check(kernel, problem, runner) and workload(kernel, problem, runner)
+    autograd: Any = None  # Autograd below, or None for an op without gradients
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """What apply.py needs to know of a differentiable op."""
+
+    inputs: tuple[str, ...]  # the differentiable tensors, in order
+    required: frozenset[str]  # those that are never None
+    outputs: tuple[str, ...]  # what forward returns
+    saved: tuple[str, ...]  # what it keeps for backward besides the inputs
+    options: type  # a NamedTuple class of plain arguments
+    problem: Callable[..., Problem]  # inputs -> Problem
+    check_values: Callable[..., None]  # checks that read a tensor's values: not possible while tracing
+    meta: Callable[..., Any]  # (inputs, lengths, options) -> empty outputs and saved, or None for each
+    wanted: Callable[..., tuple[bool, ...]]  # options -> which outputs are not None
+    reference: Any  # the runner in plain torch, differentiable any number of times
+
+
+@dataclass(frozen=True)
+class Choice:
+    backend: str
+    runner: Any
+
+
+class UnsupportedError(RuntimeError):
+    """No implementation of the op can serve the call, or the named one cannot."""
+
+
+@dataclass
+class _State:
+    chosen: dict[tuple[str, Problem, str], Choice] = field(default_factory=dict)
+    last: dict[str, str] = field(default_factory=dict)
+    said: set[tuple[str, str]] = field(default_factory=set)
+    counters: Counter = field(default_factory=Counter)
+
+
+_state = _State()
+
+
+def count(event: str) -> None:
+    _state.counters[event] += 1
+
+
+def stats() -> dict[str, int]:
+    """How often this process compiled, tuned, loaded a binary, and fell back to a slower backend."""
+    return {name: _state.counters[name] for name in COUNTERS}
+
+
+def last_backend(op: str) -> str | None:
+    """The backend that served the last call of op, or None before the first."""
+    get_op(op)
+    return _state.last.get(op)
+
+
+def note_backend(op: str, backend: str) -> None:
+    _state.last[op] = backend
+
+
+def forget_choices() -> None:
+    """Choose anew on the next call: after binaries were added, or the settings changed."""
+    _state.chosen.clear()
+    _state.said.clear()
+
+
+def choose(op: Op, problem: Problem, backend: str = "auto") -> Choice:
+    """The first implementation that serves the problem, remembered. A named backend never falls back."""
+    if backend == "auto":
+        backend = settings.default_backend()
+    key = (op.name, problem, backend)
+    choice = _state.chosen.get(key)
+    if choice is None:
+        choice = _state.chosen[key] = _choose(op, problem, backend)
+    return choice
+
+
+def _choose(op: Op, problem: Problem, backend: str) -> Choice:
+    known = [impl.backend for impl in op.impls]
+    if backend != "auto" and backend not in known:
+        raise ValueError(f"{op.name}: backend is {backend!r}; expected one of auto, {', '.join(known)}")
+    reasons = []
+    for impl in op.impls:
+        if backend not in ("auto", impl.backend):
+            continue
+        reason = impl.refuse(problem)
+        if reason is None:
+            if backend == "auto":
+                _check_fallback(op, impl.backend, reasons)
+            return Choice(impl.backend, impl.load(problem))
+        reasons.append(f"{impl.backend}: {reason}")
+    raise UnsupportedError(f"{op.name}: no backend can serve {problem}: " + "; ".join(reasons))
+
+
+def _check_fallback(op: Op, backend: str, reasons: list[str]) -> None:
+    if backend in COMPILED:
+        return
+    why = "; ".join(reasons)
+    if settings.strict():
+        raise UnsupportedError(f"{op.name}: LINATTN_TL_STRICT=1 and only {backend} can serve this call: {why}")
+    count("fallback")
+    if (op.name, why) in _state.said:
+        return
+    _state.said.add((op.name, why))
+    log.warning("%s: served by the %s backend, several times slower than a compiled kernel. %s", op.name, backend, why)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend would serve a call, and why each other one would not or need not."""
+
+    op: str
+    problem: Problem
+    backend: str | None
+    rows: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        p = self.problem
+        head = f"{self.op}  {p.dtype}  K={p.K} V={p.V}  {p.device}: {self.backend or 'nothing'} serves this call"
+        return "\n".join([head, *(f"  {name:<8}{text}" for name, text in self.rows)])
+
+
+def explain_problem(op: Op, problem: Problem, backend: str = "auto") -> Explanation:
+    backend = settings.default_backend() if backend == "auto" else backend
+    rows, served = [], None
+    for impl in op.impls:
+        reason = impl.refuse(problem)
+        if backend not in ("auto", impl.backend):
+            rows.append((impl.backend, f"not asked: backend={backend!r}"))
+        elif reason is not None:
+            rows.append((impl.backend, f"cannot: {reason}"))
+        elif served is None:
+            served = impl.backend
+            rows.append((impl.backend, "serves this call"))
+        else:
+            rows.append((impl.backend, f"could, after {served}"))
+    return Explanation(op.name, problem, served, tuple(rows))
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend would serve op(*args, **kwargs), and for every other one the reason why not. Runs nothing."""
+    found = get_op(op if isinstance(op, str) else op.__name__)
+    return explain_problem(found, found.bind(*args, **kwargs), kwargs.get("backend", "auto"))
+
+
+@cache
+def all_ops() -> dict[str, Op]:
+    """Every op of every module in linattn_tl.ops, found by listing the folder."""
+    package = importlib.import_module("linattn_tl.ops")
+    ops: dict[str, Op] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        for op in importlib.import_module(f"linattn_tl.ops.{module.name}").OPS:
+            if op.name in ops:
+                raise ValueError(f"op {op.name!r} is defined twice")
+            ops[op.name] = op
+    return ops
+
+
+def get_op(name: str) -> Op:
+    try:
+        return all_ops()[name]
+    except KeyError:
+        raise ValueError(f"op is {name!r}; expected one of {', '.join(all_ops())}") from None

@@ -1,0 +1,72 @@
+"""Arguments, checked once at the public boundary: shape letters, dtypes, devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def bind_shapes(op: str, **args: tuple[Any, str]) -> dict[str, int]:
+    """Match tensors to shape letters and return the size of each letter.
+
+    bind_shapes("simple_gla", q=(q, "B T H K"), v=(v, "B T HV V")) -> {"B": 2, "T": 64, ...}
+
+    A letter takes its size from the first argument that has it. None is skipped. Raises TypeError for something
+    that is no tensor, and ValueError that names the op, the argument, both shapes and the letter's owner.
+    """
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    for name, (x, letters) in args.items():
+        if x is None:
+            continue
+        want = letters.split()
+        if not hasattr(x, "shape"):
+            raise TypeError(f"{op}: {name} is {type(x).__name__}; expected a tensor [{', '.join(want)}]")
+        got = tuple(x.shape)
+        if len(got) != len(want):
+            raise ValueError(f"{op}: {name} has shape {got}; expected {len(want)} axes [{', '.join(want)}]")
+        for letter, n in zip(want, got, strict=True):
+            sizes.setdefault(letter, n)
+            owner.setdefault(letter, name)
+        expected = tuple(sizes[letter] for letter in want)
+        if got != expected:
+            why = ", ".join(f"{w} from {owner[w]}" for w, n in zip(want, got, strict=True) if sizes[w] != n)
+            raise ValueError(f"{op}: {name} has shape {got}; expected [{', '.join(want)}] = {expected} ({why})")
+    return sizes
+
+
+def check_heads(op: str, H: int, HV: int) -> None:
+    if H < 1 or HV % H:
+        raise ValueError(f"{op}: v has HV = {HV} heads; expected a multiple of H = {H} (H from q)")
+
+
+def check_dtype(op: str, name: str, x: Any, allowed: Sequence[Any]) -> None:
+    if x.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{op}: {name} has dtype {str(x.dtype).removeprefix('torch.')}; expected {names}")
+
+
+def check_device(op: str, owner: str, device: Any, **args: Any) -> None:
+    for name, x in args.items():
+        if x is not None and x.device != device:
+            raise ValueError(f"{op}: {name} is on {x.device}; expected {device} (the device of {owner})")
+
+
+def check_cu_seqlens(op: str, values: Sequence[int], T: int) -> None:
+    """0 = values[0] <= values[1] <= ... = T: every token belongs to one sequence."""
+    if not values or values[0] != 0:
+        raise ValueError(f"{op}: cu_seqlens starts with {values[0] if values else 'nothing'}; expected 0")
+    for i, (a, b) in enumerate(zip(values, values[1:])):  # noqa: B905 - one shorter on purpose
+        if b < a:
+            raise ValueError(f"{op}: cu_seqlens decreases from {a} to {b} at index {i + 1}; expected no decrease")
+    if values[-1] != T:
+        raise ValueError(f"{op}: cu_seqlens ends with {values[-1]}; expected T = {T} (T from q)")
+
+
+def check_slots(op: str, values: Sequence[int], P: int) -> None:
+    """-1 (padding) or a row of the pool, each row at most once."""
+    seen: set[int] = set()
+    for i, slot in enumerate(values):
+        if not -1 <= slot < P:
+            raise ValueError(f"{op}: slots[{i}] is {slot}; expected -1 (padding) or 0 to {P - 1} (P from state)")
+        if slot >= 0 and slot in seen:
+            raise ValueError(f"{op}: slots[{i}] is {slot} again; expected every row of the pool at most once")
+        seen.add(slot)

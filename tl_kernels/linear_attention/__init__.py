@@ -1,0 +1,5 @@
+"""Normalised linear attention with a feature map, arXiv 2006.16236."""
+
+from tl_kernels.linear_attention import cpu
+
+KERNELS = {"cpu": cpu.KERNELS}

@@ -1,0 +1,91 @@
+"""The nouns every room shares: target, problem, kernel. Standard library only."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+DTYPES = ("float32", "bfloat16", "float16")  # what q, k, v and o may be in a compiled kernel
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device as the compiler and the tuner see it."""
+
+    arch: str  # "cpu-v3", "cpu-v4", "sm_90a"
+    name: str = ""  # the model name the device reports
+    cores: int = 0  # cores or multiprocessors
+    smem_bytes: int = 0  # GPU: largest dynamic shared memory one block may opt in to
+
+    @property
+    def device(self) -> str:
+        """The torch device type: "cpu" or "cuda"."""
+        return "cpu" if self.arch.startswith("cpu") else "cuda"
+
+    @property
+    def lanes(self) -> int:
+        """fp32 lanes of one CPU vector register."""
+        return 16 if self.arch == "cpu-v4" else 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What may change a kernel or its schedule: one call without its tensors and its lengths."""
+
+    op: str
+    dtype: str
+    K: int
+    V: int
+    device: str = "cpu"
+
+
+class Config(Protocol):
+    """A schedule: a frozen dataclass of ints, one point of a kernel's search space."""
+
+    __dataclass_fields__: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor of a CPU kernel, as the launcher walks it.
+
+    role "token":  rows along T; the launcher hands the kernel the first row of the chunk.
+    role "state":  [K, V] of each value head, read from an initial and left in a final buffer;
+                   the kernel works on a padded copy in panels: [columns / block, rows, block].
+    role "vector": [K] of each q/k head, handled as a state.
+    role "pool":   [K, V] or [K] in the caller's own memory, picked by slot and updated in place.
+    heads "H" or "HV" says whose head stride counts.
+    transposed: the working copy of a state is [V, K].
+    """
+
+    name: str
+    role: str
+    heads: str = "H"
+    dtype: str = "io"  # "io" is the problem's dtype
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a family: how to build it and which schedules make sense.
+
+    build(problem, config) returns a TileLang prim_func and imports tilelang itself;
+    configs(problem, target) lists what may launch, best guess first, and imports nothing heavy.
+    args and scalars name the prim_func's parameters for the CPU launcher.
+    """
+
+    name: str  # "linear_attention.chunk_fwd"
+    build: Callable[[Problem, Any], Any]
+    configs: Callable[[Problem, Target], Sequence[Any]]
+    args: tuple[Arg, ...] = ()
+    scalars: tuple[str, ...] = ()
+    reverse: bool = False  # the launcher walks the chunks from the last to the first
+
+    @property
+    def op(self) -> str:
+        return self.name.split(".")[0]
+
+
+def config_dict(config: Any) -> dict[str, int]:
+    """The config as plain data, for keys, tables and manifests."""
+    return asdict(config)
