@@ -129,7 +129,8 @@ def compile_source(source: str, target: Target, out: Path) -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"g++ failed for {target.arch}: {done.stderr.strip()[:2000]}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"g++ failed for {target.arch}: {errors[0][:500] if errors else 'without a word'}")
 
 
 def build(kernel: Kernel, problem: Problem, config: object, target: Target, out: Path) -> dict[str, object]:

@@ -17,6 +17,7 @@ import torch
 from linattn_tl import registry
 from linattn_tl.registry import Op, Problem
 
+_interpreters = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _LIBRARY = torch.library.Library("linattn_tl", "FRAGMENT")
 
 
@@ -43,7 +44,7 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
 
 def _transformed() -> bool:
     """Under vmap, grad, jvp or a dual level, where tensors have no memory that a kernel could read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    return _interpreters() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 class _Apply(torch.autograd.Function):

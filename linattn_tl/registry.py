@@ -72,7 +72,7 @@ class UnsupportedError(RuntimeError):
 
 @dataclass
 class _State:
-    chosen: dict[tuple[str, Problem, str], Choice] = field(default_factory=dict)
+    chosen: dict[tuple[Problem, str], Choice] = field(default_factory=dict)
     last: dict[str, str] = field(default_factory=dict)
     said: set[tuple[str, str]] = field(default_factory=set)
     counters: Counter = field(default_factory=Counter)
@@ -108,12 +108,11 @@ def forget_choices() -> None:
 
 def choose(op: Op, problem: Problem, backend: str = "auto") -> Choice:
     """The first implementation that serves the problem, remembered. A named backend never falls back."""
-    if backend == "auto":
-        backend = settings.default_backend()
-    key = (op.name, problem, backend)
+    key = (problem, backend)
     choice = _state.chosen.get(key)
     if choice is None:
-        choice = _state.chosen[key] = _choose(op, problem, backend)
+        named = settings.default_backend() if backend == "auto" else backend
+        choice = _state.chosen[key] = _choose(op, problem, named)
     return choice
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 
 def bind_shapes(op: str, **args: tuple[Any, str]) -> dict[str, int]:
-    """Match tensors to shape letters and return the size of each letter.
+    """Match tensors, or shapes, to shape letters and return the size of each letter.
 
     bind_shapes("simple_gla", q=(q, "B T H K"), v=(v, "B T HV V")) -> {"B": 2, "T": 64, ...}
 
-    A letter takes its size from the first argument that has it. None is skipped. Raises TypeError for something
-    that is no tensor, and ValueError that names the op, the argument, both shapes and the letter's owner.
+    A letter takes its size from the first argument that has it. None is skipped. Raises ValueError that names the
+    op, the argument, both shapes and the letter's owner.
     """
     sizes: dict[str, int] = {}
     owner: dict[str, str] = {}
@@ -18,9 +20,7 @@ def bind_shapes(op: str, **args: tuple[Any, str]) -> dict[str, int]:
         if x is None:
             continue
         want = letters.split()
-        if not hasattr(x, "shape"):
-            raise TypeError(f"{op}: {name} is {type(x).__name__}; expected a tensor [{', '.join(want)}]")
-        got = tuple(x.shape)
+        got = tuple(getattr(x, "shape", x))
         if len(got) != len(want):
             raise ValueError(f"{op}: {name} has shape {got}; expected {len(want)} axes [{', '.join(want)}]")
         for letter, n in zip(want, got, strict=True):
@@ -31,6 +31,12 @@ def bind_shapes(op: str, **args: tuple[Any, str]) -> dict[str, int]:
             why = ", ".join(f"{w} from {owner[w]}" for w, n in zip(want, got, strict=True) if sizes[w] != n)
             raise ValueError(f"{op}: {name} has shape {got}; expected [{', '.join(want)}] = {expected} ({why})")
     return sizes
+
+
+def check_tensors(op: str, **args: Any) -> None:
+    for name, x in args.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: {name} is {type(x).__name__}; expected a tensor")
 
 
 def check_heads(op: str, H: int, HV: int) -> None:

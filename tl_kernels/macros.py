@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx
 ELU1, RELU, IDENTITY = 0, 1, 2
 ACC = "float32"
 
-# ---- number formats: 16-bit floats travel as uint16 and become fp32 by integer arithmetic, which vectorises
+# ---- number formats: 16-bit floats travel as uint16; rows of them are converted on the way in and out
 
 
 def storage(dtype):
@@ -23,61 +23,45 @@ def storage(dtype):
     return "float32" if dtype == "float32" else "uint16"
 
 
-def _bits(x):
-    return T.reinterpret(x, "uint32")
+def _load_bfloat16(h):
+    return T.reinterpret(T.shift_left(T.cast(h, "uint32"), T.uint32(16)), "float32")
 
 
-def _float(u):
-    return T.reinterpret(u, "float32")
-
-
-def _u32(x):
-    return T.uint32(x)
-
-
-def load_bfloat16(h):
-    return _float(T.shift_left(T.cast(h, "uint32"), _u32(16)))
-
-
-def store_bfloat16(x):
+def _store_bfloat16(x):
     """Round to nearest even; a NaN stays a NaN (rounding up could carry it into the sign)."""
-    u = _bits(x)
-    rounded = u + _u32(0x7FFF) + (T.shift_right(u, _u32(16)) & _u32(1))
-    nan = (u & _u32(0x7FFFFFFF)) > _u32(0x7F800000)
-    return T.cast(T.shift_right(T.if_then_else(nan, u | _u32(0x400000), rounded), _u32(16)), "uint16")
+    u = T.reinterpret(x, "uint32")
+    rounded = u + T.uint32(0x7FFF) + (T.shift_right(u, T.uint32(16)) & T.uint32(1))
+    nan = (u & T.uint32(0x7FFFFFFF)) > T.uint32(0x7F800000)
+    return T.cast(T.shift_right(T.if_then_else(nan, u | T.uint32(0x400000), rounded), T.uint32(16)), "uint16")
 
 
-def load_float16(h):
-    """Move exponent and mantissa into place; subnormals are renormalised by one subtraction."""
-    u = T.cast(h, "uint32")
-    magnitude = T.shift_left(u & _u32(0x7FFF), _u32(13))
-    rebias = _u32(112 << 23)
-    normal = _float(magnitude + rebias)
-    special = _float(magnitude + rebias + rebias)
-    subnormal = _float(magnitude + rebias + _u32(1 << 23)) - _float(_u32(113 << 23))
-    value = T.if_then_else(
-        magnitude < _u32(1 << 23), subnormal, T.if_then_else(magnitude >= _u32(0x0F800000), special, normal)
-    )
-    return _float(_bits(value) | T.shift_left(u & _u32(0x8000), _u32(16)))
+def row_format(dtype):
+    """(load_row, store_row) of a dtype: macros (dst, at, src, from, width) that convert a run of elements."""
+    if dtype == "float16":
+        return _load_half_row, _store_half_row
+    if dtype == "bfloat16":
+        return _row_macro(_load_bfloat16), _row_macro(_store_bfloat16)
+    return _row_macro(lambda x: x), _row_macro(lambda x: x)
 
 
-def store_float16(x):
-    """Round to nearest even; overflow becomes infinity, a NaN stays a NaN."""
-    u = _bits(x)
-    a = u & _u32(0x7FFFFFFF)
-    odd = T.shift_right(a, _u32(13)) & _u32(1)
-    normal = T.shift_right(a - _u32(112 << 23) + _u32(0xFFF) + odd, _u32(13))
-    # adding 0.5 leaves a subnormal half in the last bits of the sum, already rounded
-    subnormal = _bits(_float(a) + T.float32(0.5)) - _u32(126 << 23)
-    special = T.if_then_else(a > _u32(0x7F800000), _u32(0x7E00), _u32(0x7C00))
-    value = T.if_then_else(
-        a >= _u32(0x47800000), special, T.if_then_else(a < _u32(0x38800000), subnormal, normal)
-    )
-    return T.cast(value | T.shift_right(u & _u32(0x80000000), _u32(16)), "uint16")
+def _row_macro(convert):
+    @T.macro
+    def copy_row(dst, i, src, j, width):
+        for d in T.serial(width):
+            dst[i + d] = convert(src[j + d])
+
+    return copy_row
 
 
-LOAD = {"float32": lambda x: x, "bfloat16": load_bfloat16, "float16": load_float16}
-STORE = {"float32": lambda x: x, "bfloat16": store_bfloat16, "float16": store_float16}
+@T.macro
+def _load_half_row(dst, i, src, j, width):
+    T.evaluate(T.call_extern("int32", "tile_load_half", T.address_of(dst[i]), T.address_of(src[j]), width))
+
+
+@T.macro
+def _store_half_row(dst, i, src, j, width):
+    T.evaluate(T.call_extern("int32", "tile_store_half", T.address_of(dst[i]), T.address_of(src[j]), width))
+
 
 # ---- feature maps
 
@@ -140,17 +124,15 @@ class Rows:
 
 
 @T.macro
-def load_panels(dst, NR, src, C, load):
+def load_panels(dst, NR, src, C, load_row):
     """dst[panel, c, j] = src[c, panel * NR + j]; zero beyond the rows and the width. Full panels have a fixed trip."""
     for panel in T.serial((src.width + (NR - 1)) // NR):
         for c in T.serial(C):
             if c < src.rows:
                 if (panel + 1) * NR <= src.width:
-                    for j in T.serial(NR):
-                        dst[(panel * C + c) * NR + j] = load(src.buffer[src.at(c, panel * NR + j)])
+                    load_row(dst, (panel * C + c) * NR, src.buffer, src.at(c, panel * NR), NR)
                 else:
-                    for j in T.serial(src.width - panel * NR):
-                        dst[(panel * C + c) * NR + j] = load(src.buffer[src.at(c, panel * NR + j)])
+                    load_row(dst, (panel * C + c) * NR, src.buffer, src.at(c, panel * NR), src.width - panel * NR)
                     for j in T.serial((panel + 1) * NR - src.width):
                         dst[(panel * C + c) * NR + src.width - panel * NR + j] = T.float32(0)
             else:
@@ -159,12 +141,11 @@ def load_panels(dst, NR, src, C, load):
 
 
 @T.macro
-def load_rows(dst, ld, src, C, load):
+def load_rows(dst, ld, src, C, load_row):
     """dst[c * ld + d] = src[c, d]; zero beyond the rows and the width, up to ld."""
     for c in T.serial(C):
         if c < src.rows:
-            for d in T.serial(src.width):
-                dst[c * ld + d] = load(src.buffer[src.at(c, d)])
+            load_row(dst, c * ld, src.buffer, src.at(c, 0), named(src.width))
             for d in T.serial(ld - src.width):
                 dst[c * ld + src.width + d] = T.float32(0)
         else:
@@ -187,17 +168,17 @@ def map_features(x, base, width, feature_map):
 
 
 @T.macro
-def load_features(dst, ld, src, C, load, feature_map):
+def load_features(dst, ld, src, C, load_row, feature_map):
     """As load_rows, through phi."""
-    load_rows(dst, ld, src, C, load)
+    load_rows(dst, ld, src, C, load_row)
     for c in T.serial(src.rows):
         map_features(dst, c * ld, named(src.width), feature_map)
 
 
 @T.macro
-def load_feature_panels(dst, NR, src, C, load, feature_map):
+def load_feature_panels(dst, NR, src, C, load_row, feature_map):
     """As load_panels, through phi."""
-    load_panels(dst, NR, src, C, load)
+    load_panels(dst, NR, src, C, load_row)
     for panel in T.serial((src.width + (NR - 1)) // NR):
         for c in T.serial(src.rows):
             map_features(dst, (panel * C + c) * NR, T.min(NR, src.width - panel * NR), feature_map)
@@ -210,25 +191,22 @@ def scale_rows(x, count, scale):
 
 
 @T.macro
-def store_slopes(dst, grad, ld, x, slope, load, store, feature_map, scale):
+def store_slopes(dst, grad, ld, x, slope, load_row, store_row, feature_map, scale):
     """dst[c, d] = scale phi'(x[c, d]) grad[c * ld + d]: the chain rule through the feature map. slope is scratch."""
     for c in T.serial(x.rows):
-        for d in T.serial(x.width):
-            slope[d] = load(x.buffer[x.at(c, d)])
+        load_row(slope, 0, x.buffer, x.at(c, 0), named(x.width))
         if feature_map == ELU1:
             for d in T.serial(x.width):
                 slope[d] = elu1_slope(slope[d])
-        else:
-            if feature_map == RELU:
-                for d in T.serial(x.width):
-                    slope[d] = relu_slope(slope[d])
-            else:
-                for d in T.serial(x.width):
-                    slope[d] = T.float32(1)
+        if feature_map == RELU:
+            for d in T.serial(x.width):
+                slope[d] = relu_slope(slope[d])
+        if feature_map == IDENTITY:
+            for d in T.serial(x.width):
+                slope[d] = T.float32(1)
         for d in T.serial(x.width):
             slope[d] *= grad[c * ld + d] * scale
-        for d in T.serial(x.width):
-            dst.buffer[dst.at(c, d)] = store(slope[d])
+        store_row(dst.buffer, dst.at(c, 0), slope, 0, named(x.width))
 
 
 @T.macro
@@ -244,16 +222,26 @@ def invert(inv, dden, den, C, normalize):
 
 
 @T.macro
-def normalize_grads(dn, ld, dden, inv, o, total, load, normalize):
-    """In place dO -> dN = dO / den, and dden[c] -= dO . O / den: the normaliser's backward, one value head."""
+def normalize_grads(dn, ld, dden, inv, o, row, total, load_row, normalize):
+    """In place dO -> dN = dO / den, and dden[c] -= dO . O / den: the normaliser's backward for one value head."""
     for c in T.serial(o.rows):
         if normalize > 0:
+            load_row(row, 0, o.buffer, o.at(c, 0), named(o.width))
             total[0] = T.float32(0)
             for d in T.serial(o.width):
-                total[0] += dn[c * ld + d] * load(o.buffer[o.at(c, d)])
+                total[0] += dn[c * ld + d] * row[d]
             dden[c] -= total[0] * inv[c]
             for d in T.serial(o.width):
                 dn[c * ld + d] *= inv[c]
+
+
+@T.macro
+def store_tile(dst, acc, i, NR, first, count, store_row):
+    """dst[first ...] = row i of a register tile, count columns of it: a full row has a fixed trip."""
+    if count >= NR:
+        store_row(dst, first, acc, i * NR, NR)
+    else:
+        store_row(dst, first, acc, i * NR, count)
 
 
 @T.macro

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 DTYPES = ("float32", "bfloat16", "float16")  # what q, k, v and o may be in a compiled kernel
 MAX_HEAD_DIM = 256
@@ -28,9 +28,11 @@ class Target:
         return 16 if self.arch == "cpu-v4" else 8
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What may change a kernel or its schedule: one call without its tensors and its lengths."""
+class Problem(NamedTuple):
+    """What may change a kernel or its schedule: one call without its tensors and its lengths.
+
+    A tuple, because every call makes one and looks it up.
+    """
 
     op: str
     dtype: str

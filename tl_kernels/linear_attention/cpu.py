@@ -36,8 +36,8 @@ class Config:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    C: int  # tokens a pass over the state
-    NR: int  # columns of the state a pass
+    C: int  # tokens a call
+    NR: int  # columns of the state that pass through registers together
 
 
 def configs(p: Problem, target: Target) -> Sequence[Config]:
@@ -47,7 +47,7 @@ def configs(p: Problem, target: Target) -> Sequence[Config]:
 
 
 def decode_configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
-    return [DecodeConfig(C, NR) for NR in (64, 128, 32) for C in (4,)]
+    return [DecodeConfig(4, NR) for NR in (128, 64)]
 
 
 
@@ -58,7 +58,7 @@ def chunk_fwd(p: Problem, c: Config):
     from tl_kernels import macros as m
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
-    load, store = m.LOAD[p.dtype], m.STORE[p.dtype]
+    load_row, store_row = m.row_format(p.dtype)
     fma = m.register_tile(MR, NR)
     n = T.dynamic("n")
 
@@ -103,7 +103,7 @@ def chunk_fwd(p: Problem, c: Config):
             panels = (V + (NR - 1)) // NR
 
             if causal + carry > 0:
-                m.load_features(x, Kp, m.Rows(k, k_row, rows, K), C, load, feature_map)
+                m.load_features(x, Kp, m.Rows(k, k_row, rows, K), C, load_row, feature_map)
                 m.transpose(kT, C, x, Kp, C // 16, Kp // 16)
                 for d in T.serial(Kp):
                     ksum[d] = T.float32(0)
@@ -112,7 +112,7 @@ def chunk_fwd(p: Problem, c: Config):
                         ksum[d] += x[i * Kp + d]
 
             if emit > 0:
-                m.load_features(x, Kp, m.Rows(q, q_row, rows, K), C, load, feature_map)
+                m.load_features(x, Kp, m.Rows(q, q_row, rows, K), C, load_row, feature_map)
                 m.scale_rows(x, C * Kp, scale)
                 for ib, jb in T.grid(C // MR, C // NR):
                     for e in T.serial(MR * NR):
@@ -139,7 +139,7 @@ def chunk_fwd(p: Problem, c: Config):
 
             for h in T.serial(heads):
                 if causal + carry > 0:
-                    m.load_panels(vs, NR, m.Rows(v, v_row, rows, V, h * v_head), C, load)
+                    m.load_panels(vs, NR, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
                 for jb in T.serial(panels):
                     if emit > 0:
                         for ib in T.serial(C // MR):
@@ -158,11 +158,19 @@ def chunk_fwd(p: Problem, c: Config):
                                 lambda t, j: vs[(jb * C + t) * NR + j],
                             )
                             for i in T.serial(MR):
+                                for j in T.serial(NR):
+                                    acc[i * NR + j] *= inv[ib * MR + i]
+                            for i in T.serial(MR):
                                 if ib * MR + i < rows:
-                                    for j in T.serial(T.min(NR, V - jb * NR)):
-                                        o[h * o_head + (ib * MR + i) * o_row + jb * NR + j] = store(
-                                            acc[i * NR + j] * inv[ib * MR + i]
-                                        )
+                                    m.store_tile(
+                                        o,
+                                        acc,
+                                        i,
+                                        NR,
+                                        h * o_head + (ib * MR + i) * o_row + jb * NR,
+                                        V - jb * NR,
+                                        store_row,
+                                    )
                     if carry > 0:
                         for kb in T.serial(Kp // MR):
                             for e in T.serial(MR * NR):
@@ -189,7 +197,7 @@ def chunk_bwd_q(p: Problem, c: Config):
     from tl_kernels import macros as m
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
-    load, store = m.LOAD[p.dtype], m.STORE[p.dtype]
+    load_row, store_row = m.row_format(p.dtype)
     fma = m.register_tile(MR, NR)
     n = T.dynamic("n")
 
@@ -235,13 +243,13 @@ def chunk_bwd_q(p: Problem, c: Config):
             dden = T.alloc_local([C], "float32")
             inv = T.alloc_local([C], "float32")
             acc = T.alloc_local([MR * NR], "float32")
-            slope = T.alloc_local([D_MAX], "float32")
+            row = T.alloc_local([D_MAX], "float32")
             total = T.alloc_local([1], "float32")
             Vp = m.round_up(V, 16)
             panels = (K + (NR - 1)) // NR
 
             if causal + carry > 0:
-                m.load_feature_panels(kp, NR, m.Rows(k, k_row, rows, K), C, load, feature_map)
+                m.load_feature_panels(kp, NR, m.Rows(k, k_row, rows, K), C, load_row, feature_map)
             m.invert(inv, dden, m.Rows(den, den_row, rows, 1), C, normalize)
             for e in T.serial(C * C):
                 b[e] = T.float32(0)
@@ -250,11 +258,11 @@ def chunk_bwd_q(p: Problem, c: Config):
 
             for h in T.serial(heads):
                 if causal + carry > 0:
-                    m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load)
+                    m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
                     m.transpose(vT, C, x, Vp, C // 16, Vp // 16)
                 if emit > 0:
-                    m.load_rows(x, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load)
-                    m.normalize_grads(x, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), total, load, normalize)
+                    m.load_rows(x, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
+                    m.normalize_grads(x, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), row, total, load_row, normalize)
                     for ib, jb in T.grid(C // MR, C // NR):
                         for i, j in T.grid(MR, NR):
                             acc[i * NR + j] = b[(ib * MR + i) * C + jb * NR + j]
@@ -312,9 +320,9 @@ def chunk_bwd_q(p: Problem, c: Config):
                     x,
                     panels * NR,
                     m.Rows(q, q_row, rows, K),
-                    slope,
-                    load,
-                    store,
+                    row,
+                    load_row,
+                    store_row,
                     feature_map,
                     scale,
                 )
@@ -334,7 +342,7 @@ def chunk_bwd_kv(p: Problem, c: Config):
     from tl_kernels import macros as m
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
-    load, store = m.LOAD[p.dtype], m.STORE[p.dtype]
+    load_row, store_row = m.row_format(p.dtype)
     fma = m.register_tile(MR, NR)
     n = T.dynamic("n")
 
@@ -387,20 +395,20 @@ def chunk_bwd_kv(p: Problem, c: Config):
             dden = T.alloc_local([C], "float32")
             inv = T.alloc_local([C], "float32")
             acc = T.alloc_local([MR * NR], "float32")
-            slope = T.alloc_local([D_MAX], "float32")
+            row = T.alloc_local([D_MAX], "float32")
             total = T.alloc_local([1], "float32")
             Kp = m.round_up(K, 16)
             Vp = m.round_up(V, NR)
             panels = (V + (NR - 1)) // NR
 
             if emit > 0:
-                m.load_features(x, Kp, m.Rows(k, k_row, rows, K), C, load, feature_map)
+                m.load_features(x, Kp, m.Rows(k, k_row, rows, K), C, load_row, feature_map)
                 m.transpose(kT, C, x, Kp, C // 16, Kp // 16)
                 for d in T.serial(Kp):
                     for t in T.serial(C):
                         dkT[d * C + t] = z[d]
             if causal + carry > 0:
-                m.load_features(xq, Kp, m.Rows(q, q_row, rows, K), C, load, feature_map)
+                m.load_features(xq, Kp, m.Rows(q, q_row, rows, K), C, load_row, feature_map)
                 m.scale_rows(xq, C * Kp, scale)
                 m.invert(inv, dden, m.Rows(den, den_row, rows, 1), C, normalize)
             for e in T.serial(C * C):
@@ -421,14 +429,14 @@ def chunk_bwd_kv(p: Problem, c: Config):
 
             for h in T.serial(heads):
                 if causal + carry > 0:
-                    m.load_rows(dn, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load)
-                    m.normalize_grads(dn, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), total, load, normalize)
+                    m.load_rows(dn, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
+                    m.normalize_grads(dn, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), row, total, load_row, normalize)
                     for jb in T.serial(panels):
                         for t in T.serial(C):
                             for j in T.serial(NR):
                                 dp[(jb * C + t) * NR + j] = dn[t * Vp + jb * NR + j]
                 if emit > 0:
-                    m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load)
+                    m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
                     m.transpose(vT, C, x, Vp, C // 16, Vp // 16)
                     for ib, jb in T.grid(C // MR, C // NR):
                         for i, j in T.grid(MR, NR):
@@ -472,8 +480,15 @@ def chunk_bwd_kv(p: Problem, c: Config):
                             )
                             for i in T.serial(MR):
                                 if ib * MR + i < rows:
-                                    for j in T.serial(T.min(NR, V - jb * NR)):
-                                        dv[h * dv_head + (ib * MR + i) * dv_row + jb * NR + j] = store(acc[i * NR + j])
+                                    m.store_tile(
+                                        dv,
+                                        acc,
+                                        i,
+                                        NR,
+                                        h * dv_head + (ib * MR + i) * dv_row + jb * NR,
+                                        V - jb * NR,
+                                        store_row,
+                                    )
                     if carry > 0:
                         for kb in T.serial(Kp // MR):
                             for e in T.serial(MR * NR):
@@ -507,9 +522,9 @@ def chunk_bwd_kv(p: Problem, c: Config):
                     x,
                     Kp,
                     m.Rows(k, k_row, rows, K),
-                    slope,
-                    load,
-                    store,
+                    row,
+                    load_row,
+                    store_row,
                     feature_map,
                     1.0,
                 )
@@ -522,7 +537,7 @@ def chunk_bwd_kv(p: Problem, c: Config):
 
 
 def decode(p: Problem, c: DecodeConfig):
-    """Up to C tokens of one q/k head against its states, in place: every state element is read and written once.
+    """Up to C tokens of one q/k head against its states, in place.
 
     live = 0 marks a padded row: its output is zero and its states are not touched.
     """
@@ -531,7 +546,7 @@ def decode(p: Problem, c: DecodeConfig):
     from tl_kernels import macros as m
 
     C, NR, io = c.C, c.NR, m.storage(p.dtype)
-    load, store = m.LOAD[p.dtype], m.STORE[p.dtype]
+    load_row, store_row = m.row_format(p.dtype)
     n = T.dynamic("n")
 
     @T.prim_func
@@ -564,33 +579,57 @@ def decode(p: Problem, c: DecodeConfig):
             xq = T.alloc_local([C * D_MAX], "float32")
             vs = T.alloc_local([C * D_MAX], "float32")
             os = T.alloc_local([C * D_MAX], "float32")
+            v1 = T.alloc_local([NR], "float32")
+            o1 = T.alloc_local([NR], "float32")
+            s1 = T.alloc_local([NR], "float32")
             inv = T.alloc_local([C], "float32")
             total = T.alloc_local([1], "float32")
 
             if live > 0:
-                m.load_features(xk, D_MAX, m.Rows(k, k_row, rows, K), C, load, feature_map)
-                m.load_features(xq, D_MAX, m.Rows(q, q_row, rows, K), C, load, feature_map)
+                m.load_features(xk, D_MAX, m.Rows(k, k_row, rows, K), C, load_row, feature_map)
+                m.load_features(xq, D_MAX, m.Rows(q, q_row, rows, K), C, load_row, feature_map)
                 m.scale_rows(xq, rows * D_MAX, scale)
                 for t in T.serial(rows):
-                    total[0] = eps
                     for d in T.serial(K):
                         z[d] += xk[t * D_MAX + d]
+                    total[0] = eps
+                    for d in T.serial(K):
                         total[0] += z[d] * xq[t * D_MAX + d]
                     inv[t] = T.if_then_else(normalize > 0, T.float32(1) / total[0], T.float32(1))
                 for h in T.serial(heads):
-                    m.load_rows(vs, D_MAX, m.Rows(v, v_row, rows, V, h * v_head), C, load)
-                    for t, j in T.grid(rows, V):
-                        os[t * D_MAX + j] = T.float32(0)
-                    for d in T.serial(K):
-                        for t in T.serial(rows):
-                            for j in T.serial(V):
-                                kv[h * kv_head + d * V + j] += xk[t * D_MAX + d] * vs[t * D_MAX + j]
-                                os[t * D_MAX + j] += xq[t * D_MAX + d] * kv[h * kv_head + d * V + j]
-                    for t, j in T.grid(rows, V):
-                        o[h * o_head + t * o_row + j] = store(os[t * D_MAX + j] * inv[t])
+                    m.load_rows(vs, D_MAX, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
+                    for t in T.serial(rows):
+                        # NR columns of the state pass through registers while v and o stay in them
+                        for jb in T.serial(V // NR):
+                            for j in T.serial(NR):
+                                v1[j] = vs[t * D_MAX + jb * NR + j]
+                                o1[j] = T.float32(0)
+                            for d in T.serial(K):
+                                for j in T.serial(NR):
+                                    s1[j] = kv[h * kv_head + d * V + jb * NR + j] + xk[t * D_MAX + d] * v1[j]
+                                for j in T.serial(NR):
+                                    kv[h * kv_head + d * V + jb * NR + j] = s1[j]
+                                for j in T.serial(NR):
+                                    o1[j] += xq[t * D_MAX + d] * s1[j]
+                            for j in T.serial(NR):
+                                os[t * D_MAX + jb * NR + j] = o1[j]
+                        for j in T.serial(V % NR):
+                            os[t * D_MAX + V // NR * NR + j] = T.float32(0)
+                        for d in T.serial(K):
+                            for j in T.serial(V % NR):
+                                kv[h * kv_head + d * V + V // NR * NR + j] += (
+                                    xk[t * D_MAX + d] * vs[t * D_MAX + V // NR * NR + j]
+                                )
+                                os[t * D_MAX + V // NR * NR + j] += (
+                                    xq[t * D_MAX + d] * kv[h * kv_head + d * V + V // NR * NR + j]
+                                )
+                    for t in T.serial(rows):
+                        for j in T.serial(V):
+                            os[t * D_MAX + j] *= inv[t]
+                        store_row(o, h * o_head + t * o_row, os, t * D_MAX, m.named(V))
             else:
                 for h, t, j in T.grid(heads, rows, V):
-                    o[h * o_head + t * o_row + j] = store(T.float32(0))
+                    o[h * o_head + t * o_row + j] = T.cast(0, io)  # the bits of 0.0 in every format
 
     return decode_kernel
 

@@ -8,6 +8,7 @@ growing within a thousand tokens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -129,12 +130,10 @@ def linear_attention_decode(
     """
     tokens, opt, kv, z = _bind_decode(q, k, v, state, feature_map, normalize, scale, eps, slots, out)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    single = q.ndim == 3
-    view = o.unsqueeze(1) if single else o
     if torch.compiler.is_compiling():
-        torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, view, slots, *opt[:5], backend)
-        return o
-    _decode_into(*tokens, kv, z, view, slots, opt, backend)
+        torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, o, slots, *opt[:5], backend)
+    else:
+        _decode_into(*tokens, kv, z, o, slots, opt, backend)
     return o
 
 
@@ -159,6 +158,7 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
     if not isinstance(state, tuple) or len(state) != 2:
         raise TypeError(f"{op}: {name} is {type(state).__name__}; expected LinearState or a (kv, z) tuple")
     kv, z = state
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sizes = [(name + ".kv", kv, (letter, "HV", "K", "V")), (name + ".z", z, (letter, "H", "K"))]
     for part, x, letters in sizes:
         if not isinstance(x, torch.Tensor):
@@ -166,7 +166,6 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
         expected = tuple(n[letter] for letter in letters)
         if tuple(x.shape) != expected:
             raise ValueError(f"{op}: {part} has shape {tuple(x.shape)}; expected [{', '.join(letters)}] = {expected}")
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         shapes.check_dtype(op, part, x, (wide,))
         shapes.check_device(op, "q", q.device, **{part: x})
     return kv, z
@@ -208,25 +207,38 @@ def _bind(
     cu_seqlens: Any = None,
 ) -> tuple[tuple[Any, ...], Options]:
     """Every check that needs no values; returns the differentiable inputs and the options."""
-    n = shapes.bind_shapes(NAME, q=(q, "B T H K"), k=(k, f"B {'T' if causal else 'T_k'} H K"))
-    n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
-    shapes.check_heads(NAME, n["H"], n["HV"])
-    shapes.check_device(NAME, "q", q.device, k=k, v=v, cu_seqlens=cu_seqlens)
+    shapes.check_tensors(NAME, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    sizes = _sizes.__wrapped__ if torch.compiler.is_compiling() else _sizes
+    B, T, T_k, H, HV = sizes(q.shape, k.shape, v.shape, causal)
+    if not q.device == k.device == v.device:
+        shapes.check_device(NAME, "q", q.device, k=k, v=v)
     q, k, phi = _features(NAME, q, k, feature_map)
     q, k, v = _one_dtype(NAME, q, k, v)
-    n["K"] = q.shape[-1]
-    n["N"] = n["B"]
+    K, N = q.shape[-1], B
     if cu_seqlens is not None:
         shapes.bind_shapes(NAME, cu_seqlens=(cu_seqlens, "N+1"))
         shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-        if n["B"] != 1:
-            raise ValueError(f"{NAME}: q has B = {n['B']} with cu_seqlens; expected B = 1, sequences packed along T")
-        if n["T_k"] != q.shape[1]:
-            raise ValueError(f"{NAME}: k has T_k = {n['T_k']} with cu_seqlens; expected T = {q.shape[1]} (T from q)")
-        n["N"] = cu_seqlens.shape[0] - 1
-    kv, z = _check_state(NAME, "initial_state", initial_state, n, "N", q)
-    opt = Options(phi, causal, normalize, _scale(scale, n["K"]), float(eps), output_final_state)
+        shapes.check_device(NAME, "q", q.device, cu_seqlens=cu_seqlens)
+        if B != 1:
+            raise ValueError(f"{NAME}: q has B = {B} with cu_seqlens; expected B = 1, sequences packed along T")
+        if T_k != T:
+            raise ValueError(f"{NAME}: k has T_k = {T_k} with cu_seqlens; expected T = {T} (T from q)")
+        N = cu_seqlens.shape[0] - 1
+    kv = z = None
+    if initial_state is not None:
+        n = {"N": N, "H": H, "HV": HV, "K": K, "V": v.shape[-1]}
+        kv, z = _check_state(NAME, "initial_state", initial_state, n, "N", q)
+    opt = Options(phi, causal, normalize, _scale(scale, K), float(eps), output_final_state)
     return (q, k, v, kv, z), opt
+
+
+@lru_cache(maxsize=1024)
+def _sizes(q: Any, k: Any, v: Any, causal: bool) -> tuple[int, int, int, int, int]:
+    """(B, T, T_k, H, HV) of three shapes that fit together. Remembered: a model calls with few shapes, many times."""
+    n = shapes.bind_shapes(NAME, q=(q, "B T H K"), k=(k, f"B {'T' if causal else 'T_k'} H K"))
+    n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
+    shapes.check_heads(NAME, n["H"], n["HV"])
+    return n["B"], n["T"], n["T_k"], n["H"], n["HV"]
 
 
 def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
@@ -246,21 +258,22 @@ def _bind_decode(
     slots: Any = None,
     out: Any = None,
 ) -> tuple[tuple[Any, Any, Any], Options, Any, Any]:
-    letters = "B H K" if getattr(q, "ndim", 4) == 3 else "B n H K"
-    values = letters.replace("H K", "HV V")
-    n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, values), out=(out, values))
-    shapes.check_heads(DECODE, n["H"], n["HV"])
-    shapes.check_device(DECODE, "q", q.device, k=k, v=v, slots=slots, out=out)
+    shapes.check_tensors(DECODE, q=q, k=k, v=v, slots=slots, out=out)
+    sizes = _decode_sizes.__wrapped__ if torch.compiler.is_compiling() else _decode_sizes
+    B, H, HV = sizes(q.shape, k.shape, v.shape, None if out is None else out.shape)
+    if not q.device == k.device == v.device:
+        shapes.check_device(DECODE, "q", q.device, k=k, v=v)
     q, k, phi = _features(DECODE, q, k, feature_map)
     if out is not None:
         shapes.check_dtype(DECODE, "out", out, (v.dtype,))
+        shapes.check_device(DECODE, "q", q.device, out=out)
     q, k, v = _one_dtype(DECODE, q, k, v)
-    n["K"] = q.shape[-1]
-    n["P"] = n["B"]
+    n = {"P": B, "H": H, "HV": HV, "K": q.shape[-1], "V": v.shape[-1]}
     if slots is not None:
-        shapes.bind_shapes(DECODE, q=(q, letters), slots=(slots, "B"))
+        shapes.bind_shapes(DECODE, q=((B,), "B"), slots=(slots, "B"))
         shapes.check_dtype(DECODE, "slots", slots, (torch.int32, torch.int64))
-        n["P"] = state[0].shape[0] if isinstance(state, tuple) and hasattr(state[0], "shape") else n["B"]
+        shapes.check_device(DECODE, "q", q.device, slots=slots)
+        n["P"] = state[0].shape[0] if isinstance(state, tuple) and hasattr(state[0], "shape") else B
     if state is None:
         raise TypeError(f"{DECODE}: state is None; expected LinearState or a (kv, z) tuple")
     kv, z = _check_state(DECODE, "state", state, n, "P", q)
@@ -268,9 +281,17 @@ def _bind_decode(
         for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z)):
             if x.requires_grad:
                 raise ValueError(f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place")
-    if q.ndim == 3:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     return (q, k, v), Options(phi, True, normalize, _scale(scale, n["K"]), float(eps), True), kv, z
+
+
+@lru_cache(maxsize=1024)
+def _decode_sizes(q: Any, k: Any, v: Any, out: Any) -> tuple[int, int, int]:
+    """(B, H, HV) of shapes that fit together."""
+    letters = "B H K" if len(q) == 3 else "B n H K"
+    values = letters.replace("H K", "HV V")
+    n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, values), out=(out, values))
+    shapes.check_heads(DECODE, n["H"], n["HV"])
+    return n["B"], n["H"], n["HV"]
 
 
 def _decode_into(
@@ -281,10 +302,10 @@ def _decode_into(
         shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
     choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)
     registry.note_backend(DECODE, choice.backend)
-    with torch.no_grad():
-        if out.dtype == q.dtype:
-            choice.runner(q, k, v, kv, z, slots, opt, out)
-        else:  # q, k, v of mixed dtypes were promoted
+    if out.dtype == q.dtype:
+        choice.runner(q, k, v, kv, z, slots, opt, out)
+    else:  # q, k, v of mixed dtypes were promoted
+        with torch.no_grad():
             out.copy_(choice.runner(q, k, v, kv, z, slots, opt, out.to(q.dtype)))
     torch.autograd.graph.increment_version((kv, z, out))
 

@@ -6,8 +6,7 @@ segment then starts from the sum of those before it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +20,7 @@ SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """What the launcher walks: sequences, heads, and how many threads do it."""
 
     N: int
@@ -37,14 +35,16 @@ class Walk:
 
     @property
     def threads(self) -> int:
-        return 1 if self.T * self.N * self.H * self.heads * self.K * self.V < SERIAL_MACS else torch.get_num_threads()
+        return _threads(self.T * self.N * self.H * self.heads * self.K * self.V)
 
     def words(self) -> tuple[int, ...]:
-        cu = 0 if self.cu is None else self.cu.data_ptr()
-        return (
-            self.N, self.T, self.H, self.heads, self.K, self.V, cu, 0,
-            self.segments, int(self.segment_states), self.threads,
-        )  # fmt: skip
+        N, T, H, heads, K, V, cu, segments, segment_states = self
+        cu_words = 0 if cu is None else cu.data_ptr()
+        return (N, T, H, heads, K, V, cu_words, 0, segments, segment_states, _threads(T * N * H * heads * K * V))
+
+
+def _threads(macs: int) -> int:
+    return 1 if macs < SERIAL_MACS else torch.get_num_threads()
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -57,29 +57,42 @@ def token_words(x: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
 
 
+def step_words(x: torch.Tensor) -> tuple[int, ...]:
+    """As token_words, of [B, H, D] (one token) or [B, n, H, D]."""
+    strides = x.stride()
+    return (x.data_ptr(), strides[0], 0, strides[1]) if len(strides) == 3 else (x.data_ptr(), *strides[:3])
+
+
 def state_words(initial: torch.Tensor | None, final: torch.Tensor | None) -> tuple[int, int]:
     return (0 if initial is None else initial.data_ptr(), 0 if final is None else final.data_ptr())
 
 
 def _option_words(opt: Options) -> tuple[Any, ...]:
-    return (FEATURE_MAP_CODES[opt.feature_map], int(opt.normalize), opt.scale, opt.eps)
+    return (FEATURE_MAP_CODES[opt.feature_map], opt.normalize, opt.scale, opt.eps)
 
 
-@dataclass
-class States:
+class States(NamedTuple):
     """kv [N, HV, K, V] and z [N, H, K], contiguous fp32, either of them possibly missing."""
 
     kv: torch.Tensor | None = None
     z: torch.Tensor | None = None
 
-    @staticmethod
-    def contiguous(kv: torch.Tensor | None, z: torch.Tensor | None) -> "States":
-        return States(None if kv is None else kv.contiguous(), None if z is None else z.contiguous())
 
-    @staticmethod
-    def empty(walk: Walk, like: torch.Tensor, count: int) -> "States":
-        new = lambda *size: torch.empty(size, dtype=torch.float32, device=like.device)  # noqa: E731
-        return States(new(count, walk.H * walk.heads, walk.K, walk.V), new(count, walk.H, walk.K))
+NO_STATES = States()
+
+
+def _contiguous(kv: torch.Tensor | None, z: torch.Tensor | None) -> States:
+    if kv is None and z is None:
+        return NO_STATES
+    return States(None if kv is None else kv.contiguous(), None if z is None else z.contiguous())
+
+
+def _empty_states(walk: Walk, like: torch.Tensor, count: int) -> States:
+    HV = walk.H * walk.heads
+    return States(
+        torch.empty(count, HV, walk.K, walk.V, dtype=torch.float32, device=like.device),
+        torch.empty(count, walk.H, walk.K, dtype=torch.float32, device=like.device),
+    )
 
 
 class CpuRunner:
@@ -98,43 +111,46 @@ class CpuRunner:
         """(o, kv, z), and for backward den and, of a non-causal call that does not return it, the state of all keys."""
         q, k, v, kv, z = inputs
         q, k, v = rows(q), rows(k), rows(v)
-        walk, initial = _walk(q, v, lengths), States.contiguous(kv, z)
+        walk, initial = _walk(q, v, lengths), _contiguous(kv, z)
         o = torch.empty(q.shape[:2] + v.shape[2:], dtype=v.dtype, device=v.device)
         den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if not opt.causal:
             total = self._sum(k, v, walk, initial, opt)
-            self._fwd(EMIT, (q, None, None, o, den), _spread(walk, q), total, States(), opt)
+            self._fwd(EMIT, (q, None, None, o, den), _spread(walk, q), total, NO_STATES, opt)
             final, spare = (total.kv, total.z), (None, None)
             wanted, kept = (final, spare) if opt.output_final_state else (spare, final)
             return (o, *wanted), (den, *kept)
         cut = _cut(walk)
-        final = States.empty(walk, q, walk.N) if opt.output_final_state else States()
+        final = _empty_states(walk, q, walk.N) if opt.output_final_state else NO_STATES
         if cut.segments == 1:
             self._fwd(FULL, (q, k, v, o, den), walk, initial, final, opt)
         else:
             starts, final = self._segment_starts(k, v, cut, initial, opt)
-            self._fwd(FULL, (q, k, v, o, den), cut, starts, States(), opt)
+            self._fwd(FULL, (q, k, v, o, den), cut, starts, NO_STATES, opt)
         return (o, *((final.kv, final.z) if opt.output_final_state else (None, None))), (den, None, None)
 
     def _fwd(
         self, switches: tuple[int, ...], tokens: Sequence[Any], walk: Walk, start: States, end: States, opt: Options
     ) -> None:
-        words = [w for x in tokens for w in token_words(x)]
-        states = (*state_words(start.kv, end.kv), *state_words(start.z, end.z))
-        self.fwd(*walk.words(), *switches, *_option_words(opt), *words, *states)
+        q, k, v, o, den = tokens
+        self.fwd(
+            *walk.words(), *switches, *_option_words(opt),
+            *token_words(q), *token_words(k), *token_words(v), *token_words(o), *token_words(den),
+            *state_words(start.kv, end.kv), *state_words(start.z, end.z),
+        )  # fmt: skip
 
     def _sum(self, k: Any, v: Any, walk: Walk, initial: States, opt: Options) -> States:
         """The state after all keys."""
         walk = _walk_of(walk, k)
         cut = _cut(walk)
-        total = States.empty(walk, k, walk.N * cut.segments)
-        start = initial if cut.segments == 1 else States()
+        total = _empty_states(walk, k, walk.N * cut.segments)
+        start = initial if cut.segments == 1 else NO_STATES
         self._fwd(CARRY, (None, k, v, None, None), cut, start, total, opt)
         return total if cut.segments == 1 else _prefix(total, initial, cut)[1]
 
     def _segment_starts(self, k: Any, v: Any, cut: Walk, initial: States, opt: Options) -> tuple[States, States]:
-        parts = States.empty(cut, k, cut.N * cut.segments)
-        self._fwd(CARRY, (None, k, v, None, None), cut, States(), parts, opt)
+        parts = _empty_states(cut, k, cut.N * cut.segments)
+        self._fwd(CARRY, (None, k, v, None, None), cut, NO_STATES, parts, opt)
         return _prefix(parts, initial, cut)
 
     # ---- backward
@@ -161,10 +177,10 @@ class CpuRunner:
         found: list[Any] = [None] * 5
         if needs[0]:
             total = outputs[1:] if opt.output_final_state else saved[1:]
-            start = States.contiguous(kv, z) if opt.causal else States(*total)
+            start = _contiguous(kv, z) if opt.causal else States(*total)
             found[0] = self._grad_q(tokens, walk, start, opt)
         if any(needs[1:]):
-            start = States.contiguous(grads[1], grads[2])
+            start = _contiguous(grads[1], grads[2])
             found[1:] = self._grad_kv(tokens, walk, start, opt, any(needs[1:3]))
         return [g if need else None for g, need in zip(found, needs, strict=True)]
 
@@ -187,17 +203,17 @@ class CpuRunner:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if emit else None for x in (k, v))
         cut = _cut(walk)
         if opt.causal and cut.segments == 1:
-            end = States.empty(walk, k, walk.N)
+            end = _empty_states(walk, k, walk.N)
             switches = FULL if emit else CARRY
             self._bwd_kv(switches, tokens, (dk, dv), walk, start, end, opt)
             return dk, dv, end.kv, end.z
-        parts = States.empty(walk, k, walk.N * cut.segments)
-        self._bwd_kv(CARRY, tokens, (None, None), cut, States(), parts, opt)
+        parts = _empty_states(walk, k, walk.N * cut.segments)
+        self._bwd_kv(CARRY, tokens, (None, None), cut, NO_STATES, parts, opt)
         starts, end = _prefix(parts, start, cut, reverse=True)
         if emit and opt.causal:
-            self._bwd_kv(FULL, tokens, (dk, dv), cut, starts, States(), opt)
+            self._bwd_kv(FULL, tokens, (dk, dv), cut, starts, NO_STATES, opt)
         elif emit:
-            self._bwd_kv(EMIT, tokens, (dk, dv), _spread(walk, k), end, States(), opt)
+            self._bwd_kv(EMIT, tokens, (dk, dv), _spread(walk, k), end, NO_STATES, opt)
         return dk, dv, end.kv, end.z
 
     def _bwd_kv(
@@ -223,7 +239,7 @@ def _walk(q: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None) -> Wal
 
 def _walk_of(walk: Walk, x: torch.Tensor) -> Walk:
     """The same walk over x's tokens: in cross attention keys and queries differ in number."""
-    return replace(walk, T=x.shape[1])
+    return walk._replace(T=x.shape[1])
 
 
 def _segments(walk: Walk) -> int:
@@ -238,7 +254,7 @@ def _segments(walk: Walk) -> int:
 def _cut(walk: Walk) -> Walk:
     """Cut into segments that have states of their own."""
     segments = _segments(walk)
-    return walk if segments == 1 else replace(walk, segments=segments, segment_states=True)
+    return walk if segments == 1 else walk._replace(segments=segments, segment_states=True)
 
 
 def _spread(walk: Walk, x: torch.Tensor) -> Walk:
@@ -246,7 +262,7 @@ def _spread(walk: Walk, x: torch.Tensor) -> Walk:
     walk = _walk_of(walk, x)
     tokens = walk.T if walk.cu is None else walk.T // max(walk.N, 1)
     segments = max(1, min(walk.threads, tokens // SEGMENT_TOKENS))
-    return replace(walk, segments=segments)
+    return walk._replace(segments=segments)
 
 
 def _prefix(parts: States, initial: States, cut: Walk, reverse: bool = False) -> tuple[States, States]:
@@ -274,19 +290,20 @@ class CpuDecode:
         self.decode = binaries[kernels.DECODE.name]
 
     def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """q [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
-        B, n, H, K = q.shape
-        HV, V = v.shape[2:]
+        """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
+        B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
+        HV, V = v.shape[-2:]
         q, k, v = rows(q), rows(k), rows(v)
         o = out if out.stride(-1) == 1 or V == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         slots = None if slots is None else slots.to(torch.int64).contiguous()
-        pool_kv = kv if kv.stride(-1) == 1 and kv.stride(-2) == V else kv.contiguous()
-        pool_z = z if z.stride(-1) == 1 else z.contiguous()
-        threads = 1 if B * n * HV * K * V < SERIAL_MACS // 4 else torch.get_num_threads()
+        kv_strides, z_strides = kv.stride(), z.stride()
+        pool_kv = kv if kv_strides[2:] == (V, 1) else kv.contiguous()
+        pool_z = z if z_strides[2] == 1 else z.contiguous()
+        threads = _threads(4 * B * n * HV * K * V)  # bound by bytes: a multiply-add here costs several of a chunk's
         self.decode(
             B, n, H, HV // H, K, V, 0, 0 if slots is None else slots.data_ptr(), 1, 0, threads,
             *_option_words(opt),
-            *token_words(q), *token_words(k), *token_words(v), *token_words(o),
+            *step_words(q), *step_words(k), *step_words(v), *step_words(o),
             pool_kv.data_ptr(), *pool_kv.stride()[:2], pool_z.data_ptr(), *pool_z.stride()[:2],
         )  # fmt: skip
         for pool, copy in ((kv, pool_kv), (z, pool_z), (out, o)):

@@ -157,8 +157,12 @@ def _or_zeros(grad: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x) if grad is None else grad
 
 
+@torch.no_grad()
 def decode(q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-    """One step a token, in place on the pool's rows; q [B, n, H, K]. The torch backend of the decode op."""
+    """One step a token, in place on the pool's rows; q [B, H, K] or [B, n, H, K]. The decode op's torch backend."""
+    if q.ndim == 3:
+        decode(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), kv, z, slots, opt, out.unsqueeze(1))
+        return out
     rows = torch.arange(q.shape[0], device=q.device) if slots is None else slots.long()
     live = rows >= 0
     out.zero_()

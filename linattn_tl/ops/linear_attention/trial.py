@@ -4,7 +4,7 @@ Used before a binary is stored, by the tuner for every candidate, and by the tes
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -96,9 +96,13 @@ def truth(inputs: list[Any], lengths: Any, opt: Options, seed: int = 1) -> Truth
 
 
 def check(kernel: Kernel, p: Problem, runner: Any) -> None:
-    """VerificationError unless one kernel of the family is right in every case. runner holds that kernel only."""
-    for K, V in DIMS:
-        _check_dims(kernel, replace(p, K=K, V=V), runner)
+    """VerificationError unless one kernel of the family is right in every case. runner holds that kernel only.
+
+    Whatever mode the caller is in: a first call may be made under no_grad, inference_mode or autocast.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for K, V in DIMS:
+            _check_dims(kernel, p._replace(K=K, V=V), runner)
 
 
 def _check_dims(kernel: Kernel, p: Problem, runner: Any) -> None:
