@@ -11,14 +11,29 @@ _WHERE = {
     "LinearState": "linattn_tl.ops.linear_attention",
     "explain": "linattn_tl.registry",
     "last_backend": "linattn_tl.registry",
+    "preload": "linattn_tl.preloading",
+    "cache_elements": "linattn_tl.sizes",
     "stats": "linattn_tl.registry",
     "UnsupportedError": "linattn_tl.registry",
 }
-__all__ = [*_WHERE, "__version__"]
+__all__ = [
+    "LinearState",
+    "UnsupportedError",
+    "__version__",
+    "cache_elements",
+    "explain",
+    "last_backend",
+    "linear_attention",
+    "linear_attention_decode",
+    "preload",
+    "stats",
+]
 
 if TYPE_CHECKING:
     from linattn_tl.ops.linear_attention import LinearState, linear_attention, linear_attention_decode
+    from linattn_tl.preloading import preload
     from linattn_tl.registry import UnsupportedError, explain, last_backend, stats
+    from linattn_tl.sizes import cache_elements
 
 
 def __getattr__(name: str) -> Any:

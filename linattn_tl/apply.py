@@ -1,9 +1,12 @@
 """How an op reaches autograd, torch.compile and plain calls: one path for all families.
 
-A runner computes: forward(inputs, lengths, options) -> (outputs, saved), where outputs has None for what was not asked, and
-backward(inputs, outputs, saved, lengths, grads, needs, options) -> one gradient or None an input. A runner with differentiable = True is
-written in plain torch; everything else goes through the one autograd.Function here, whose backward is itself
-differentiable by way of the op's definition.
+A runner computes
+
+    forward(inputs, lengths, options) -> (outputs, saved), None for an output that was not asked for
+    backward(inputs, outputs, saved, lengths, grads, needs, options) -> a gradient or None for each input
+
+One with differentiable = True is written in plain torch; any other goes through the autograd.Function here, whose
+backward is itself differentiable by way of the op's definition.
 
 Three ways in, cheapest first: no gradient wanted - the runner itself; gradient wanted - the Function;
 being traced by torch.compile - a library op, whose fake half is the op's `meta`.
@@ -81,9 +84,7 @@ def _differentiable_backward(
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
     wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
     found = iter(
-        torch.autograd.grad(
-            [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
+        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True)
     )
     return [next(found) if need else None for need in needs]
 

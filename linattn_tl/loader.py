@@ -150,9 +150,7 @@ def impls(
         check(kernel, problem, compiled({kernel.name: binary}))
 
     return (
-        registry.Impl(
-            "binary", lambda p: refuse_binary(kernels, p), lambda p: compiled(load_stored(kernels, p))
-        ),
+        registry.Impl("binary", lambda p: refuse_binary(kernels, p), lambda p: compiled(load_stored(kernels, p))),
         registry.Impl("jit", lambda p: refuse_jit(kernels, p), lambda p: compiled(load_built(kernels, p, verify))),
         registry.Impl("torch", lambda p: None, lambda p: plain()),
     )

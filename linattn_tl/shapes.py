@@ -1,6 +1,7 @@
 """Arguments, checked once at the public boundary: shape letters, dtypes, devices."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def check_cu_seqlens(op: str, values: Sequence[int], T: int) -> None:
     """0 = values[0] <= values[1] <= ... = T: every token belongs to one sequence."""
     if not values or values[0] != 0:
         raise ValueError(f"{op}: cu_seqlens starts with {values[0] if values else 'nothing'}; expected 0")
-    for i, (a, b) in enumerate(zip(values, values[1:])):  # noqa: B905 - one shorter on purpose
+    for i, (a, b) in enumerate(pairwise(values)):
         if b < a:
             raise ValueError(f"{op}: cu_seqlens decreases from {a} to {b} at index {i + 1}; expected no decrease")
     if values[-1] != T:

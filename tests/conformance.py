@@ -121,6 +121,8 @@ def sequence_cases() -> tuple[Case, ...]:
         *(Case(f"upstream-{u}", upstream=u, state=True, final=True, HV=4) for u in upstreams),
         *(Case(d, T=70, dtype=d, state=True, final=True, HV=4, backends=BACKENDS) for d in DTYPES),
         *(Case(f"{d}-T1000", B=1, T=1000, dtype=d) for d in DTYPES[1:]),
+        *(Case(f"{d}-odd", K=7, V=19, dtype=d, state=True, final=True) for d in DTYPES[1:]),
+        *(Case(f"{d}-wide", K=100, V=80, H=1, HV=1, dtype=d, state=True, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-packed", B=1, T=70, cu=(0, 33, 33, 70), dtype=d, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-fused", dtype=d, layout="fused", upstream="strided", V=24) for d in DTYPES[1:]),
         Case("float64", T=70, dtype="float64", state=True, final=True, HV=4, backends=("torch",)),
@@ -166,7 +168,9 @@ def relayout(tensors: Tensors, names: tuple[str, ...], layout: str) -> Tensors:
     elif layout == "expanded":  # stride 0 along another axis each
         picked = {n: x.narrow(i % 3, 0, 1).expand_as(x) for i, (n, x) in enumerate(picked.items())}
     elif layout == "every-second":
-        picked = {n: torch.stack([x, torch.full_like(x, float("nan"))], 2).flatten(1, 2)[:, ::2] for n, x in picked.items()}
+        picked = {
+            n: torch.stack([x, torch.full_like(x, float("nan"))], 2).flatten(1, 2)[:, ::2] for n, x in picked.items()
+        }
     return {**tensors, **picked}
 
 

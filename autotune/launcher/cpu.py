@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tl_kernels.spec import Kernel, Problem
 
@@ -43,7 +44,7 @@ def _parameter(kernel: Kernel, kind: str, name: str) -> str:
     raise ValueError(f"{kernel.name}: the launcher does not know the kernel parameter {name!r}")
 
 
-def glue(kernel: Kernel, problem: Problem, config: object, source: str) -> str:
+def glue(kernel: Kernel, problem: Problem, config: Any, source: str) -> str:
     """The C++ that binds an emitted kernel to the launcher."""
     function = f"{kernel.build.__name__}_kernel_kernel"
     parameters = ", ".join(_parameter(kernel, *p) for p in parse_signature(source, function))

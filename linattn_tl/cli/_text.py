@@ -1,6 +1,7 @@
 """Plain, aligned text for the terminal."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -27,3 +28,8 @@ def _number(cell: str) -> bool:
 
 def config_text(config: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
+
+
+def speed_text(row: dict[str, Any]) -> tuple[object, ...]:
+    """A tuned row's config, time and speed."""
+    return config_text(row["config"]), row["median_us"], row["gflops"] or "-"

@@ -30,4 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(outcome: dict[str, Any], done: int, total: int) -> None:
-    print(f"[{done}/{total}] {outcome['arch']} {outcome['kernel']} {outcome['dtype']}: {outcome['status']}", file=sys.stderr)
+    print(
+        f"[{done}/{total}] {outcome['arch']} {outcome['kernel']} {outcome['dtype']}: {outcome['status']}",
+        file=sys.stderr,
+    )

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from linattn_tl.cli._text import config_text, table
+from linattn_tl.cli._text import config_text, speed_text, table
 
 NAME = "show"
 HELP = "what is cached, for which architecture, how fast"
@@ -28,9 +28,7 @@ def collect(arch: str | None) -> dict[str, Any]:
     archs = [a for a in CPU_ARCHS if arch in (None, a)]
     if not archs:
         raise ValueError(f"--arch is {arch!r}; expected one of {', '.join(CPU_ARCHS)}")
-    binaries = [
-        {**entry.manifest, "where": str(store.root)} for store in loader.stores() for entry in store.entries()
-    ]
+    binaries = [{**entry.manifest, "where": str(store.root)} for store in loader.stores() for entry in store.entries()]
     paths = [p for a in archs for p in (settings.cache_dir() / "tables" / f"{a}.json", tables.SHIPPED / f"{a}.json")]
     return {
         "cache": str(settings.cache_dir()),
@@ -48,7 +46,16 @@ def _text(report: dict[str, Any]) -> str:
         for b in report["binaries"]
     ]
     tuned = [
-        (r["arch"], r["kernel"], r["dtype"], r["K"], r["V"], config_text(r["config"]), r["median_us"], r["gflops"] or "-")
+        (
+            r["arch"],
+            r["kernel"],
+            r["dtype"],
+            r["K"],
+            r["V"],
+            config_text(r["config"]),
+            r["median_us"],
+            r["gflops"] or "-",
+        )
         for r in report["tuned"]
     ]
     parts = [f"{len(binaries)} binaries in {report['cache']} and the installed package"]

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from linattn_tl.cli._text import config_text, table
+from linattn_tl.cli._text import speed_text, table
 
 NAME = "tune"
 HELP = "build, check and time kernels for this device; keep the fastest"
@@ -57,11 +57,21 @@ def _dims(text: str) -> tuple[int, int]:
 
 def _text(report: Any, path: str) -> str:
     rows = [
-        (r["kernel"], r["dtype"], r["K"], r["V"], config_text(r["config"]), r["median_us"], r["gflops"] or "-", r["candidates"])
+        (
+            r["kernel"],
+            r["dtype"],
+            r["K"],
+            r["V"],
+            config_text(r["config"]),
+            r["median_us"],
+            r["gflops"] or "-",
+            r["candidates"],
+        )
         for r in report.rows
     ]
     summary = (
-        f"{report.candidates} candidates in {report.seconds:.0f} s: {report.built} built, {report.found} already there, "
+        f"{report.candidates} candidates in {report.seconds:.0f} s: "
+        f"{report.built} built, {report.found} already there, "
         f"{len(report.dropped)} dropped as wrong or broken, {report.skipped} left for lack of time"
     )
     lines = [table(("kernel", "dtype", "K", "V", "fastest config", "us", "GFLOP/s", "of"), rows), "", summary]

@@ -164,7 +164,10 @@ SUBJECTS = (
             ),
             Case("cross-no-keys", T=9, T_k=0, state=True, final=True, options=NONCAUSAL),
             Case("full-packed", B=1, T=72, cu=(0, 5, 5, 71, 72), HV=4, final=True, options=NONCAUSAL),
-            *(Case(f"full-{d}", dtype=d, HV=4, state=True, final=True, options=NONCAUSAL) for d in ("bfloat16", "float16")),
+            *(
+                Case(f"full-{d}", dtype=d, HV=4, state=True, final=True, options=NONCAUSAL)
+                for d in ("bfloat16", "float16")
+            ),
             Case("full-float64", dtype="float64", HV=4, options=NONCAUSAL, backends=("torch",)),
         ),
     ),

@@ -262,7 +262,8 @@ def chunk_bwd_q(p: Problem, c: Config):
                     m.transpose(vT, C, x, Vp, C // 16, Vp // 16)
                 if emit > 0:
                     m.load_rows(x, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
-                    m.normalize_grads(x, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), row, total, load_row, normalize)
+                    out = m.Rows(o, o_row, rows, V, h * o_head)
+                    m.normalize_grads(x, Vp, dden, inv, out, row, total, load_row, normalize)
                     for ib, jb in T.grid(C // MR, C // NR):
                         for i, j in T.grid(MR, NR):
                             acc[i * NR + j] = b[(ib * MR + i) * C + jb * NR + j]
@@ -430,7 +431,8 @@ def chunk_bwd_kv(p: Problem, c: Config):
             for h in T.serial(heads):
                 if causal + carry > 0:
                     m.load_rows(dn, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
-                    m.normalize_grads(dn, Vp, dden, inv, m.Rows(o, o_row, rows, V, h * o_head), row, total, load_row, normalize)
+                    out = m.Rows(o, o_row, rows, V, h * o_head)
+                    m.normalize_grads(dn, Vp, dden, inv, out, row, total, load_row, normalize)
                     for jb in T.serial(panels):
                         for t in T.serial(C):
                             for j in T.serial(NR):
@@ -649,7 +651,13 @@ FWD = Kernel(
     (*_TOKENS, Arg("o", "token", "HV"), Arg("den", "token", dtype="float32"), *_STATE),
     _SWITCHES,
 )
-BWD_Q = Kernel("linear_attention.chunk_bwd_q", chunk_bwd_q, configs, (*_GRADS, Arg("dq", "token"), *_TRANSPOSED), _SWITCHES)
+BWD_Q = Kernel(
+    "linear_attention.chunk_bwd_q",
+    chunk_bwd_q,
+    configs,
+    (*_GRADS, Arg("dq", "token"), *_TRANSPOSED),
+    _SWITCHES,
+)
 BWD_KV = Kernel(
     "linear_attention.chunk_bwd_kv",
     chunk_bwd_kv,

@@ -17,7 +17,7 @@ from linattn_tl import apply, loader, registry, shapes
 from linattn_tl.ops.linear_attention import trial
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
-from linattn_tl.registry import Autograd, Impl, Op
+from linattn_tl.registry import Autograd, Op
 from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.spec import Problem
 
@@ -67,7 +67,7 @@ def linear_attention(
         eps: added to the normaliser.
         initial_state: (kv [N, HV, K, V], z [N, H, K]), fp32, N sequences; zeros when None.
         output_final_state: also return the state after the last token.
-        cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1. A sequence may be empty.
+        cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1; one may be empty.
         backend: "auto", or one of "binary", "jit", "torch", which then never falls back.
 
     Returns:
@@ -159,6 +159,11 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
         raise TypeError(f"{op}: {name} is {type(state).__name__}; expected LinearState or a (kv, z) tuple")
     kv, z = state
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows, H, HV, K, V = n[letter], n["H"], n["HV"], n["K"], n["V"]
+    if isinstance(kv, torch.Tensor) and isinstance(z, torch.Tensor):
+        fits = kv.shape == (rows, HV, K, V) and z.shape == (rows, H, K) and kv.dtype == z.dtype == wide
+        if fits and kv.device == z.device == q.device:
+            return kv, z
     sizes = [(name + ".kv", kv, (letter, "HV", "K", "V")), (name + ".z", z, (letter, "H", "K"))]
     for part, x, letters in sizes:
         if not isinstance(x, torch.Tensor):
@@ -280,7 +285,9 @@ def _bind_decode(
     if torch.is_grad_enabled():
         for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z)):
             if x.requires_grad:
-                raise ValueError(f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place")
+                raise ValueError(
+                    f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
+                )
     return (q, k, v), Options(phi, True, normalize, _scale(scale, n["K"]), float(eps), True), kv, z
 
 
@@ -294,9 +301,7 @@ def _decode_sizes(q: Any, k: Any, v: Any, out: Any) -> tuple[int, int, int]:
     return n["B"], n["H"], n["HV"]
 
 
-def _decode_into(
-    q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str
-) -> None:
+def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str) -> None:
     """Checks that read values, then the step itself."""
     if slots is not None:
         shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
@@ -337,7 +342,7 @@ OP = Op(
     name=NAME,
     call=linear_attention,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind(*args, **kwargs)[0]),
-    impls=loader.impls(_KERNELS, CpuRunner, lambda: TorchRunner(), trial.check),
+    impls=loader.impls(_KERNELS, CpuRunner, TorchRunner, trial.check),
     kernels=_KERNELS,
     compiled=CpuRunner,
     trial=trial,

@@ -101,9 +101,10 @@ class CpuRunner:
     differentiable = False
 
     def __init__(self, binaries: Mapping[str, CpuBinary]):
-        self.fwd = binaries.get(kernels.FWD.name)
-        self.bwd_q = binaries.get(kernels.BWD_Q.name)
-        self.bwd_kv = binaries.get(kernels.BWD_KV.name)
+        # all three, but for a trial of one of them
+        self.fwd: Any = binaries.get(kernels.FWD.name)
+        self.bwd_q: Any = binaries.get(kernels.BWD_Q.name)
+        self.bwd_kv: Any = binaries.get(kernels.BWD_KV.name)
 
     # ---- forward
 
@@ -271,7 +272,8 @@ def _prefix(parts: States, initial: States, cut: Walk, reverse: bool = False) ->
     reverse: a backward pass starts from the last segment.
     """
     starts, ends = [], []
-    for part, first in ((parts.kv, initial.kv), (parts.z, initial.z)):
+    pairs: Any = ((parts.kv, initial.kv), (parts.z, initial.z))
+    for part, first in pairs:
         part = part.view(cut.N, cut.segments, *part.shape[1:])
         if reverse:
             part = part.flip(1)

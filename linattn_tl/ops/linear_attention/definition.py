@@ -5,6 +5,7 @@ chunked, on any device and dtype, differentiable any number of times.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, op
     bounds = lengths.tolist()
     parts = [
         form(q[:, a:b], k[:, a:b], v[:, a:b], kv[i : i + 1], z[i : i + 1], opt)
-        for i, (a, b) in enumerate(zip(bounds, bounds[1:]))  # noqa: B905 - one shorter on purpose
+        for i, (a, b) in enumerate(pairwise(bounds))
     ]
     if not parts:
         return v.new_zeros(v.shape), kv, z, torch.zeros(q.shape[:3], dtype=acc, device=q.device)
@@ -146,7 +147,7 @@ class TorchRunner:
             ]
             outputs, _ = self.forward(leaves, lengths, opt._replace(output_final_state=True))
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-            wanted = [x for x, n in zip(leaves, needs, strict=True) if n]
+            wanted: Any = [x for x, n in zip(leaves, needs, strict=True) if n]
             if not pairs or not wanted:
                 return [torch.zeros_like(x) if n else None for x, n in zip(inputs, needs, strict=True)]
             found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))

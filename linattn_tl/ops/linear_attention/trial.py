@@ -17,6 +17,7 @@ from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.spec import Kernel, Problem
 
 TRUTH = TorchRunner(recurrent)
+DEFAULTS = Options()
 DIMS = ((64, 64), (40, 72))  # one that fills panels and tiles, and one that leaves both ragged
 
 
@@ -28,7 +29,7 @@ class Case:
     T: int = 70
     H: int = 2
     heads: int = 1
-    options: Options = Options()
+    options: Options = DEFAULTS
     state: bool = False
     lengths: tuple[int, ...] | None = None
 
