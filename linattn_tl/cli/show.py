@@ -52,9 +52,7 @@ def _text(report: dict[str, Any]) -> str:
             r["dtype"],
             r["K"],
             r["V"],
-            config_text(r["config"]),
-            r["median_us"],
-            r["gflops"] or "-",
+            *speed_text(r),
         )
         for r in report["tuned"]
     ]

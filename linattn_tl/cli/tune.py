@@ -62,9 +62,7 @@ def _text(report: Any, path: str) -> str:
             r["dtype"],
             r["K"],
             r["V"],
-            config_text(r["config"]),
-            r["median_us"],
-            r["gflops"] or "-",
+            *speed_text(r),
             r["candidates"],
         )
         for r in report.rows

@@ -1,6 +1,7 @@
 """What the children of test_pool run."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -46,6 +47,13 @@ def _exit(code: int) -> None:
 
 def _leave(code: int) -> None:
     sys.exit(code)
+
+
+def _hang_up(code: int) -> None:
+    """Is gone some time after its pipe."""
+    multiprocessing.current_process()._args[0].close()  # type: ignore[attr-defined]
+    time.sleep(0.3)
+    os._exit(code)
 
 
 def _sleep(seconds: float) -> str:

@@ -123,6 +123,7 @@ def test_what_cannot_be_pickled_is_an_error():
         (("exit", 3), "exit code 3"),
         (("exit", 0), "exit code 0"),
         (("leave", 5), "exit code 5"),
+        (("hang_up", 6), "exit code 6"),
     ],
 )
 def test_a_crash_costs_its_own_task(task: tuple[str, int], error: str):
@@ -132,7 +133,9 @@ def test_a_crash_costs_its_own_task(task: tuple[str, int], error: str):
 
 
 def test_every_task_crashing_ends():
-    assert [o.error for o in run([("exit", i) for i in range(1, 6)])] == [f"exit code {i}" for i in range(1, 6)]
+    assert [o.error for o in run([("exit", i) for i in range(1, 6)])] == [
+        f"exit code {i}" for i in range(1, 6)
+    ]
 
 
 def statuses_when_a_child_dies_idle() -> list[str]:
@@ -162,7 +165,7 @@ def test_a_slow_caller_is_not_a_slow_task():
 
     def slow(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        time.sleep(1.0)
+        time.sleep(1.0 - outcome.task_index)
 
     run_tasks([("sleep", 0.2), ("sleep", 0.4)], WORKER, jobs=2, timeout_s=0.8, on_result=slow)
     assert [o.status for o in outcomes] == ["ok", "ok"]
@@ -204,7 +207,9 @@ def test_an_interrupted_run_leaves_no_children(tmp_path: Path, error: type[BaseE
         raise error
 
     with pytest.raises(error):
-        run_tasks([("hang", str(tmp_path)), ("square", 3)], "pool_workers:act", jobs=2, timeout_s=20, on_result=stop)
+        run_tasks(
+            [("hang", str(tmp_path)), ("square", 3)], "pool_workers:act", jobs=2, timeout_s=20, on_result=stop
+        )
     assert wait_until(lambda: not any(map(is_running, pids_in(tmp_path))))
 
 
