@@ -71,6 +71,18 @@ class Prepared:
     left_out: dict[str, str] = field(default_factory=dict)  # rival -> why
 
 
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    times: Mapping[str, measure.Timing]
+    variants: Mapping[str, str]  # contestant -> which backend or form it was
+    left_out: Mapping[str, str]
+
+    def ratio(self, name: str) -> float | None:
+        """The contestant's time over ours; None if it was left out."""
+        return self.times[name].median_us / self.times[OURS].median_us if name in self.times else None
+
+
 class WrongResult(RuntimeError):
     """A contestant computes something else: nothing is timed."""
 
@@ -103,6 +115,14 @@ def prepare(case: Case) -> Prepared:
     torch.compiler.reset()  # what was compiled for other cases counts against the compiler's limit of variants
     makers = {"decode": _prepare_decode, "dtype": _prepare_dtypes}
     return makers.get(case.group, _prepare_sequence)(case)
+
+
+def measured(prepared: Prepared, rounds: int, progress: Callable[[int, int], None] | None = None) -> Result:
+    """Times the contestants in turns. Keeps none of their tensors."""
+    runs = {name: contestant.run for name, contestant in prepared.contestants.items()}
+    times = measure.interleaved(runs, rounds=rounds, min_round_s=5e-3, progress=progress)
+    variants = {name: contestant.variant for name, contestant in prepared.contestants.items()}
+    return Result(prepared.case, times, variants, prepared.left_out)
 
 
 def check(contestants: Mapping[str, Contestant], exact: Outputs, names: Sequence[str], dtype: str) -> None:
@@ -223,9 +243,7 @@ def _prepare_dtypes(case: Case) -> Prepared:
         contestant = _contestant(form, inputs=inputs, upstream=None)
         check({f"{OURS} in {dtype}": contestant}, _exact(inputs, None), ("o",), dtype)
         name = OURS if dtype == case.dtype else dtype
-        prepared.contestants[name] = replace(
-            contestant, variant=linattn_tl.last_backend("linear_attention") or ""
-        )
+        prepared.contestants[name] = replace(contestant, variant=linattn_tl.last_backend("linear_attention") or "")
     return prepared
 
 

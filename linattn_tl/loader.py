@@ -45,14 +45,15 @@ def refuse_problem(problem: Problem) -> str | None:
     return None
 
 
-def find(kernel: Kernel, problem: Problem, device: Target) -> Entry | None:
-    """The stored binary of the best config that has one."""
-    for config in table.ordered_configs(kernel, problem, device, tables(device)):
-        key = build.binary_key(kernel, problem, config, device)
-        for store in stores():
-            entry = store.get(key)
-            if entry is not None:
-                return entry
+def find(kernel: Kernel, problem: Problem) -> Entry | None:
+    """The stored binary of the best config that has one, at the highest level this CPU can run."""
+    for device in target.offered():
+        for config in table.ordered_configs(kernel, problem, device, tables(device)):
+            key = build.binary_key(kernel, problem, config, device)
+            for store in stores():
+                entry = store.get(key)
+                if entry is not None:
+                    return entry
     return None
 
 
@@ -60,14 +61,11 @@ def refuse_binary(kernels: Sequence[Kernel], problem: Problem) -> str | None:
     reason = refuse_problem(problem)
     if reason:
         return reason
-    device = _native()
-    missing = [k.name for k in kernels if find(k, problem, device) is None]
+    missing = [k.name.split(".")[1] for k in kernels if find(k, problem) is None]
     if not missing:
         return None
-    return (
-        f"no {device.arch} {problem.dtype} binary of {', '.join(missing)} in {settings.cache_dir()}; "
-        "`linattn-tl tune` builds them"
-    )
+    levels = " or ".join(t.arch for t in target.offered())
+    return f"no {levels} {problem.dtype} binary of {', '.join(missing)} in the cache; `linattn-tl tune` builds them"
 
 
 def refuse_jit(kernels: Sequence[Kernel], problem: Problem) -> str | None:
@@ -76,23 +74,21 @@ def refuse_jit(kernels: Sequence[Kernel], problem: Problem) -> str | None:
 
 def load_stored(kernels: Sequence[Kernel], problem: Problem) -> dict[str, CpuBinary]:
     """Load binaries that refuse_binary has found."""
-    device = _native()
     loaded = {}
     for kernel in kernels:
-        entry = find(kernel, problem, device)
+        entry = find(kernel, problem)
         if entry is None:
             raise FileNotFoundError(f"{kernel.name}: its binary was removed from {settings.cache_dir()}")
-        loaded[kernel.name] = open_binary(kernel, entry.path, entry.manifest["config"], problem, device)
+        loaded[kernel.name] = _open(kernel, problem, entry)
     return loaded
 
 
 def load_built(kernels: Sequence[Kernel], problem: Problem, verify: Verify) -> dict[str, CpuBinary]:
     """Load what is stored, and build, verify and store what is not."""
-    device = _native()
     loaded = {}
     for kernel in kernels:
-        entry = find(kernel, problem, device) or build_and_store(kernel, problem, device, verify)
-        loaded[kernel.name] = open_binary(kernel, entry.path, entry.manifest["config"], problem, device)
+        entry = find(kernel, problem) or build_and_store(kernel, problem, _native(), verify)
+        loaded[kernel.name] = _open(kernel, problem, entry)
     return loaded
 
 
@@ -129,9 +125,10 @@ def _opened(path: Path, kernel: Kernel, config: Any) -> CpuBinary:
     return CpuBinary(path, kernel, config)
 
 
-def open_binary(kernel: Kernel, path: Path, config: dict[str, int], problem: Problem, device: Target) -> CpuBinary:
+def _open(kernel: Kernel, problem: Problem, entry: Entry) -> CpuBinary:
+    device = target.named(entry.manifest["arch"])
     by_value = {tuple(sorted(vars(c).items())): c for c in kernel.configs(problem, device)}
-    return _opened(path, kernel, by_value[tuple(sorted(config.items()))])
+    return _opened(entry.path, kernel, by_value[tuple(sorted(entry.manifest["config"].items()))])
 
 
 def _native() -> Target:

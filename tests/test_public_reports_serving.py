@@ -45,10 +45,6 @@ def test_R11_lengths_cause_no_compile_and_no_tuning():
 # ---- R15: torch.compile and the library ops beneath it
 
 
-def recompiles():
-    return sum(torch._dynamo.utils.counters["stats"].get(n, 0) for n in ("unique_graphs",))
-
-
 @pytest.mark.usefixtures("binaries")
 @pytest.mark.parametrize("backend", ["binary", "torch"])
 @pytest.mark.parametrize("final", [False, True], ids=["no-final", "final"])
@@ -64,7 +60,11 @@ def test_R15_compiled_is_eager_for_changing_lengths(backend, final, compiler):
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(run, fullgraph=True, backend=compiler)
     for T in (64, 65, 130):
-        inputs = [*qkv(T=T, HV=4), torch.randn(1, 4, 16, 16, requires_grad=True), torch.rand(1, 2, 16, requires_grad=True)]
+        inputs = [
+            *qkv(T=T, HV=4),
+            torch.randn(1, 4, 16, 16, requires_grad=True),
+            torch.rand(1, 2, 16, requires_grad=True),
+        ]
         got, want = compiled(*inputs), run(*inputs)
         upstream = [torch.randn_like(x) for x in want]
         for x, y in zip(got, want, strict=True):
@@ -77,7 +77,9 @@ def test_R15_compiled_is_eager_for_changing_lengths(backend, final, compiler):
 
 
 @pytest.mark.usefixtures("binaries")
-@pytest.mark.parametrize("options", [{"causal": False}, {"cu_seqlens": torch.tensor([0, 7, 20])}], ids=["full", "packed"])
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"cu_seqlens": torch.tensor([0, 7, 20])}], ids=["full", "packed"]
+)
 def test_R15_compiled_without_state(options):
     inputs = qkv()
     torch._dynamo.reset()
@@ -147,7 +149,9 @@ def test_R19_binaries_have_no_symbols_of_torch_or_python():
     for file in files:
         listing = subprocess.run(["nm", "-D", "-C", file], capture_output=True, text=True, check=True).stdout
         assert "linattn_launch" in listing
-        foreign = [s for s in listing.splitlines() if any(n in s for n in ("c10", "at::", "torch", " Py", "TVM", "tvm"))]
+        foreign = [
+            s for s in listing.splitlines() if any(n in s for n in ("c10", "at::", "torch", " Py", "TVM", "tvm"))
+        ]
         assert not foreign, f"{file.name}: {foreign[:5]}"
 
 
@@ -159,7 +163,9 @@ def test_R19_binaries_load_in_a_bare_python():
         "assert not {'torch', 'tilelang', 'numpy'} & set(sys.modules)\n"
     )
     files = [str(f) for f in stored_binaries()]
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program, *files], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, *files], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -214,10 +220,10 @@ logging.basicConfig(format="LOG %(message)s")
 from linattn_tl import LinearState, explain, last_backend, linear_attention, linear_attention_decode, stats
 q, k, v = (torch.randn(1, 40, 2, 16) for _ in "qkv")
 o, state = linear_attention(q, k, v, output_final_state=True)
-want, _ = linear_attention(q, k, v, backend="torch")
-assert (o - want).abs().max() < 1e-4
 linear_attention_decode(q[:, 0], k[:, 0], v[:, 0], state)
 print("SERVED", last_backend("linear_attention"), last_backend("linear_attention_decode"), stats()["compile"])
+want, _ = linear_attention(q, k, v, backend="torch")
+assert (o - want).abs().max() < 1e-4
 print(explain("linear_attention", q, k, v))
 """
 

@@ -37,11 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_statistics_are_those_of_the_samples(clock: Clock):
-    ms = 1_000_000
     # One call warms up and one is for the inner count; then the five that count.
-    timing = interleaved(
-        {"f": clock.fn("f", 99 * ms, 2 * ms, 5 * ms, 1 * ms, 3 * ms, 2 * ms, 9 * ms)}, rounds=5
-    )["f"]
+    times_ms = [99, 2, 5, 1, 3, 2, 9]
+    timing = interleaved({"f": clock.fn("f", *(ms * 1_000_000 for ms in times_ms))}, rounds=5)["f"]
     assert timing.samples_us == (5000, 1000, 3000, 2000, 9000)
     assert (timing.median_us, timing.min_us, timing.iqr_us) == (3000, 1000, 3000)
     assert (timing.rounds, timing.inner) == (5, 1)

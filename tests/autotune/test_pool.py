@@ -133,9 +133,8 @@ def test_a_crash_costs_its_own_task(task: tuple[str, int], error: str):
 
 
 def test_every_task_crashing_ends():
-    assert [o.error for o in run([("exit", i) for i in range(1, 6)])] == [
-        f"exit code {i}" for i in range(1, 6)
-    ]
+    errors = [o.error for o in run([("exit", code) for code in range(1, 6)])]
+    assert errors == [f"exit code {code}" for code in range(1, 6)]
 
 
 def statuses_when_a_child_dies_idle() -> list[str]:
@@ -207,9 +206,7 @@ def test_an_interrupted_run_leaves_no_children(tmp_path: Path, error: type[BaseE
         raise error
 
     with pytest.raises(error):
-        run_tasks(
-            [("hang", str(tmp_path)), ("square", 3)], "pool_workers:act", jobs=2, timeout_s=20, on_result=stop
-        )
+        run_tasks([("hang", str(tmp_path)), ("square", 3)], WORKER, jobs=2, timeout_s=20, on_result=stop)
     assert wait_until(lambda: not any(map(is_running, pids_in(tmp_path))))
 
 
