@@ -18,13 +18,14 @@ from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, chu
 
 OURS = "ours"
 GROUPS = ("forward", "backward", "long", "dtype", "decode", "overhead", "import")
-CHUNKS = (64, 128)  # of the parallel form: smaller ones are slower, larger ones compute more
+CHUNKS = (64, 128)  # of the parallel form: with smaller ones the states take longer, with larger ones the weights
 LOOP_CHUNK = 256  # of the compiled loop, which is unrolled: few steps compile in a minute
 LOOP_STEPS = 16
 PREFIX = 128  # tokens on which the float64 truth of a long case is itself checked, token by token
 FLOPS_CHUNK = 32
 
 Outputs = Sequence[torch.Tensor]
+State = tuple[torch.Tensor, torch.Tensor]  # kv, z
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Prepared:
     case: Case
     contestants: dict[str, Contestant] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # rival -> why
+    chunk: int = CHUNKS[-1]  # the best one of the parallel form
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _add_rival(prepared: Prepared, name: str, make: Callable[..., Contestant]) -
             lambda q, k, v: linattn_tl.linear_attention(q, k, v, backend="torch")[0], "backend='torch'"
         )
     elif name == "eager parallel":
-        prepared.contestants[name] = fastest([_parallel(make, C) for C in CHUNKS])
+        prepared.chunk, prepared.contestants[name] = fastest({C: _parallel(make, C) for C in CHUNKS})
     else:
         _add_compiled(prepared, name, make)
 
@@ -216,22 +218,20 @@ def _parallel(make: Callable[..., Contestant], chunk: int, wrap: Callable[[Any],
 
 def _add_compiled(prepared: Prepared, name: str, make: Callable[..., Contestant]) -> None:
     case = prepared.case
-    variants = [_parallel(make, C, rivals.compiled) for C in CHUNKS]
+    variants = {"parallel": _parallel(make, prepared.chunk, rivals.compiled)}
     if case.compile_loop and case.T <= LOOP_CHUNK * LOOP_STEPS:
         loop = rivals.compiled(rivals.chunk_loop)
-        variants.append(make(lambda q, k, v: loop(q, k, v, LOOP_CHUNK), f"loop, C={LOOP_CHUNK}"))
+        variants["loop"] = make(lambda q, k, v: loop(q, k, v, LOOP_CHUNK), f"loop, C={LOOP_CHUNK}")
     try:
-        prepared.contestants[name] = fastest(variants)
+        prepared.contestants[name] = fastest(variants)[1]
     except Exception as error:  # whatever its compiler raises: the others can still be measured
         prepared.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
 
 
-def fastest(variants: Sequence[Contestant]) -> Contestant:
-    """The variant with the best time of a short trial."""
-    if len(variants) == 1:
-        return variants[0]
-    times = measure.interleaved({str(i): c.run for i, c in enumerate(variants)}, rounds=3)
-    return variants[min(range(len(variants)), key=lambda i: times[str(i)].min_us)]
+def fastest(variants: Mapping[Any, Contestant]) -> tuple[Any, Contestant]:
+    """The variant with the best time of a short trial, and its key."""
+    times = measure.interleaved({str(key): c.run for key, c in variants.items()}, rounds=3)
+    return min(variants.items(), key=lambda item: times[str(item[0])].min_us)
 
 
 def _prepare_dtypes(case: Case) -> Prepared:
@@ -274,7 +274,7 @@ def _prepare_decode(case: Case) -> Prepared:
     steps = {"addcmul_": rivals.step_addcmul, "baddbmm_": rivals.step_baddbmm}
     for name in case.rivals:
         if name == "eager in place":
-            prepared.contestants[name] = fastest([make(step, variant) for variant, step in steps.items()])
+            _, prepared.contestants[name] = fastest({variant: make(step, variant) for variant, step in steps.items()})
         elif name == "definition":
             prepared.contestants[name] = make(functools.partial(_our_step, "torch"), "backend='torch'")
         else:
@@ -283,7 +283,7 @@ def _prepare_decode(case: Case) -> Prepared:
     return prepared
 
 
-def _zero_state(case: Case, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def _zero_state(case: Case, dtype: torch.dtype = torch.float32) -> State:
     kv = torch.zeros(case.B, case.H, case.D, case.D, dtype=dtype)
     return kv, torch.zeros(case.B, case.H, case.D, dtype=dtype)
 
@@ -303,7 +303,7 @@ def _add_compiled_step(prepared: Prepared, name: str, make: Callable[..., Contes
         prepared.contestants[name] = contestant
 
 
-def _exact_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: Outputs) -> Outputs:
+def _exact_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: State) -> Outputs:
     q, k, v = (x.double().unsqueeze(1) for x in (q, k, v))
     rows = [decode(q, k, v, *state, None, Options(), torch.empty_like(v)).squeeze(1) for _ in range(3)]
     return (torch.stack(rows), *state)

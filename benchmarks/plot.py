@@ -12,8 +12,8 @@ COLORS = {
     "eager loop": "tab:cyan",
     "torch.compile": "tab:green",
     "SDPA": "tab:gray",
-    "eager in place": "tab:blue",
-    "definition": "tab:cyan",
+    "eager in place": "tab:orange",
+    "definition": "tab:purple",
 }
 NAMES = {"forward": "forward", "backward": "forward +\nbackward", "long": "long\nforward", "decode": "decode"}
 
@@ -30,7 +30,7 @@ def _axes(width: float, height: float) -> tuple[Any, Any]:
 def ratios(results: Sequence[Result], machine: str, path: Path) -> Path:
     """A group of bars a case: each rival's time over ours."""
     shown = [r for r in results if r.case.group in NAMES]
-    figure, axes = _axes(max(6.0, 1.4 * len(shown)), 4.5)
+    figure, axes = _axes(max(7.5, 2.0 + 1.4 * len(shown)), 4.5)
     labelled: set[str] = set()
     for i, result in enumerate(shown):
         rivals = [name for name in result.case.rivals if name in result.times]
@@ -42,10 +42,9 @@ def ratios(results: Sequence[Result], machine: str, path: Path) -> Path:
             labelled.add(name)
     axes.axhline(1, color=COLORS[OURS], linewidth=1, label=OURS)
     axes.set_xticks(range(len(shown)), [_tick(r) for r in shown], fontsize=8)
-    axes.set_yscale("log")
     axes.set_ylabel("time / our time")
-    axes.set_title(f"How many times faster linattn-tl is\n{machine}", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.set_title(f"How many times faster linattn-tl is, fp32\n{machine}", fontsize=10)
+    figure.legend(fontsize=8, loc="outside right upper")
     return _save(figure, path)
 
 

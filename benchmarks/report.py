@@ -104,11 +104,11 @@ def this_machine(threads: Sequence[int]) -> Machine:
 
 
 def _commit() -> str:
-    """Short commit of the source tree, with + where files differ from it; "unknown" outside of one."""
+    """Short commit of the source tree, and whether files differ from it; "unknown" outside of one."""
     root = Path(__file__).parents[1]
     try:
         head = _git(root, "rev-parse", "--short", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain") else "")
+        return head + (" with changes" if _git(root, "status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -129,8 +129,8 @@ def header(machine: Machine, rounds: int) -> str:
             f"{m.cpu}, {m.arch}, {m.cores} cores; torch {m.torch}; commit {m.commit}; load {m.load:.1f}{busy}",
             f"peak: fp32 matmul {peaks}, copy {m.copy_gbps:.0f} GB/s (1 thread)",
             f"Medians of {rounds} rounds in turns, on the same inputs, after each output was checked against float64.",
-            "A rival's column is its time over ours. GFLOP/s count 4KV + (C+1)(K+V) a token and value head, what causal",
-            f"chunks of C={FLOPS_CHUNK} need at least; with backward 14KV + 4(C+1)(K+V).",
+            "A rival's column is its time over ours. GFLOP/s count what causal chunks of C tokens need at least, with",
+            f"C={FLOPS_CHUNK}: 4KV + (C+1)(K+V) a token and value head; with backward 14KV + 4(C+1)(K+V).",
         ]
     )
 

@@ -19,7 +19,7 @@ IMPORTS, QUICK_IMPORTS = 5, 3
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks.run", description="Speed against other implementations.")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: one or two minutes")
     parser.add_argument("--json", metavar="FILE", help="also write all numbers; - prints them instead of the tables")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="also draw ratios.png and scaling.png")
@@ -118,7 +118,9 @@ class _Bar:
 
         # without a terminal a bar is one line a refresh
         interval = 0.5 if sys.stderr.isatty() else 20.0
-        self._bar = tqdm(total=1, unit="round", file=sys.stderr, mininterval=interval, leave=False)
+        # rounds of different cases differ in length, so there is no estimate of the end
+        layout = "{percentage:3.0f}%|{bar:20}| {elapsed} {desc}"
+        self._bar = tqdm(total=1, file=sys.stderr, mininterval=interval, leave=False, bar_format=layout)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -128,7 +130,7 @@ class _Bar:
         self._bar.reset(total)
 
     def say(self, what: str) -> None:
-        self._bar.set_description(what)
+        self._bar.set_description_str(what)
 
     def advance(self, done: int, rounds: int) -> None:
         self._bar.update(1)

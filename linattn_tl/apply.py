@@ -35,6 +35,8 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
                 f"{op.name}: the {backend} backend cannot run under torch.func or forward-mode AD; "
                 'expected backend="auto" or "torch"'
             )
+        if backend == "auto":
+            registry.fall_back(op.name, "torch", "torch.func and forward-mode AD: their tensors have no memory to read")
         backend = "torch"
     choice = registry.choose(op, problem, backend)
     registry.note_backend(op.name, choice.backend)

@@ -126,24 +126,22 @@ def _choose(op: Op, problem: Problem, backend: str) -> Choice:
             continue
         reason = impl.refuse(problem)
         if reason is None:
-            if backend == "auto":
-                _check_fallback(op, impl.backend, reasons)
+            if backend == "auto" and impl.backend not in COMPILED:
+                fall_back(op.name, impl.backend, "; ".join(reasons))
             return Choice(impl.backend, impl.load(problem))
         reasons.append(f"{impl.backend}: {reason}")
     raise UnsupportedError(f"{op.name}: no backend can serve {problem}: " + "; ".join(reasons))
 
 
-def _check_fallback(op: Op, backend: str, reasons: list[str]) -> None:
-    if backend in COMPILED:
-        return
-    why = "; ".join(reasons)
+def fall_back(op: str, backend: str, why: str) -> None:
+    """Count a fallback, say it once for each (op, reason), and refuse it in strict mode."""
     if settings.strict():
-        raise UnsupportedError(f"{op.name}: LINATTN_TL_STRICT=1 and only {backend} can serve this call: {why}")
+        raise UnsupportedError(f"{op}: LINATTN_TL_STRICT=1 and only {backend} can serve this call: {why}")
     count("fallback")
-    if (op.name, why) in _state.said:
+    if (op, why) in _state.said:
         return
-    _state.said.add((op.name, why))
-    log.warning("%s: served by the %s backend, several times slower than a compiled kernel. %s", op.name, backend, why)
+    _state.said.add((op, why))
+    log.warning("%s: served by the %s backend, several times slower than a compiled kernel. %s", op, backend, why)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ def build_binaries() -> None:
 
 # ---- cases that all families share
 
+LAYOUTS = ("fused", "heads-first", "column", "expanded", "every-second", "negated")
+
 
 def sequence_cases() -> tuple[Case, ...]:
     lengths = [Case(f"T{t}", B=1, T=t, state=True, final=True) for t in (0, 1, 31, 32, 33, 63, 64, 65)]
@@ -104,7 +106,7 @@ def sequence_cases() -> tuple[Case, ...]:
         "packed-all-empty": (0, 0, 0),
         "packed-nothing": (0,),
     }
-    layouts = ("fused", "heads-first", "column", "expanded", "every-second")
+    layouts = LAYOUTS
     upstreams = ("sum", "strided", "outputs-only", "state-only")
     return (
         *(replace(c, backends=BACKENDS) for c in lengths),
@@ -131,7 +133,7 @@ def sequence_cases() -> tuple[Case, ...]:
 
 def decode_cases() -> tuple[Case, ...]:
     tokens = [Case(f"n{n}", B=3, T=n, HV=4, V=24) for n in (0, 1, 3, 4, 5, 9)]
-    layouts = ("fused", "heads-first", "column", "expanded", "every-second")
+    layouts = LAYOUTS
     return (
         *(replace(c, backends=BACKENDS) for c in tokens),
         Case("single", B=3, T=1, single=True, HV=4, V=24, backends=BACKENDS),
@@ -167,6 +169,8 @@ def relayout(tensors: Tensors, names: tuple[str, ...], layout: str) -> Tensors:
         picked = {n: x.transpose(1, -1).contiguous().transpose(1, -1) for n, x in picked.items()}
     elif layout == "expanded":  # stride 0 along another axis each
         picked = {n: x.narrow(i % 3, 0, 1).expand_as(x) for i, (n, x) in enumerate(picked.items())}
+    elif layout == "negated":  # a view whose memory holds -x, as the imaginary part of a conjugate does
+        picked = {n: torch.complex(x.float(), -x.float()).conj().imag.to(x.dtype) for n, x in picked.items()}
     elif layout == "every-second":
         picked = {
             n: torch.stack([x, torch.full_like(x, float("nan"))], 2).flatten(1, 2)[:, ::2] for n, x in picked.items()

@@ -73,6 +73,7 @@ SEQUENCE: dict[str, Row] = {
     "v None": kind("v is NoneType", "a tensor", v=None),
     "k numpy": kind("k is ndarray", "a tensor", k=np.ones((B, T, H, K), "float32")),
     "q integers": kind("q has dtype int64", "float32", q=torch.ones(B, T, H, K, dtype=torch.int64)),
+    "k sparse": value("k", "sparse", k=rand(B, T, H, K).to_sparse()),
     "v complex": kind("v has dtype complex64", "float32", v=rand(B, T, HV, V) + 0j),
     "k device": value("k is on meta", "cpu", k=rand(B, T, H, K, device="meta")),
     "v device": value("v is on meta", "cpu", v=rand(B, T, HV, V, device="meta")),
@@ -204,6 +205,23 @@ def test_explain_refuses_as_the_call_does(name):
     changed, error, words = SEQUENCE[name]
     with pytest.raises(error, match=re.escape(words[0])):
         explain("linear_attention", **{**sequence_arguments(), **changed})
+
+
+@pytest.mark.parametrize("op", [linear_attention, linear_attention_decode])
+def test_meta_tensors_give_meta_tensors_or_a_refusal(op):
+    arguments = sequence_arguments() if op is linear_attention else decode_arguments()
+    on_meta = {
+        n: LinearState(*(x.to("meta") for x in a)) if isinstance(a, tuple) else a.to("meta")
+        for n, a in arguments.items()
+    }
+    with torch.no_grad():
+        try:
+            found = op(**on_meta)
+        except (ValueError, TypeError) as error:
+            assert op.__name__ in str(error) and "meta" in str(error)
+        else:
+            o = found if isinstance(found, torch.Tensor) else found[0]
+            assert o.device.type == "meta" and o.shape == arguments["v"].shape
 
 
 def test_an_unknown_op_is_refused():

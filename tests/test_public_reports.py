@@ -139,7 +139,7 @@ def test_R06_upstream_gradients_that_are_not_contiguous(op, backend, final):
 
 @two_backends
 def test_R07_offsets_beyond_32_bits(backend):
-    """v and the upstream gradient have a batch stride above 2^31 elements: 4.3 GB each, of which two pages are touched."""
+    """v and the upstream gradient have a batch stride above 2^31 elements: 4.3 GB each, most of it never touched."""
     stride = 2**31 + 64
     buffers = [torch.empty(stride + 64 * 2 * 64, dtype=torch.bfloat16) for _ in range(2)]
     v, upstream = (b.as_strided((2, 64, 2, 64), (stride, 2 * 64, 64, 1)) for b in buffers)

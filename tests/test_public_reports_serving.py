@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotune.verify import check_close
-from linattn_tl import LinearState, UnsupportedError, explain, last_backend, linear_attention, registry, stats
+from linattn_tl import LinearState, UnsupportedError, explain, last_backend, linear_attention, stats
 from linattn_tl.ops.linear_attention.definition import Options
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -302,8 +302,13 @@ def chunk_bwd_q(p: Problem, c: Config):
                                 kv[((h * panels + jb) * Vp + vb * MR) * NR + e] = acc[e]
 
             if emit > 0:
-                for i, j in T.grid(C, C):
-                    b[i * C + j] = T.if_then_else(j <= i, b[i * C + j] + dden[i], T.float32(0))
+                for ib, jb in T.grid(C // MR, C // NR):
+                    for i, j in T.grid(MR, NR):
+                        b[(ib * MR + i) * C + jb * NR + j] = T.if_then_else(
+                            jb * NR + j <= ib * MR + i,
+                            b[(ib * MR + i) * C + jb * NR + j] + dden[ib * MR + i],
+                            T.float32(0),
+                        )
                 for jb in T.serial(panels):
                     for ib in T.serial(C // MR):
                         for i, j in T.grid(MR, NR):
@@ -454,13 +459,12 @@ def chunk_bwd_kv(p: Problem, c: Config):
                     for kb, jb in T.grid(Kp // MR, C // NR):
                         for i, j in T.grid(MR, NR):
                             acc[i * NR + j] = dkT[(kb * MR + i) * C + jb * NR + j]
-                        for vb in T.serial(panels):
-                            fma(
-                                acc,
-                                NR,
-                                lambda i, d: kv[((h * panels + vb) * Kp + kb * MR + i) * NR + d],
-                                lambda d, j: vT[(vb * NR + d) * C + jb * NR + j],
-                            )
+                        fma(
+                            acc,
+                            Vp,
+                            lambda i, d: kv[((h * panels + d // NR) * Kp + kb * MR + i) * NR + d % NR],
+                            lambda d, j: vT[d * C + jb * NR + j],
+                        )
                         for i, j in T.grid(MR, NR):
                             dkT[(kb * MR + i) * C + jb * NR + j] = acc[i * NR + j]
                 for jb in T.serial(panels):
@@ -505,8 +509,13 @@ def chunk_bwd_kv(p: Problem, c: Config):
                                 kv[((h * panels + jb) * Kp + kb * MR) * NR + e] = acc[e]
 
             if emit > 0:
-                for i, j in T.grid(C, C):
-                    b[i * C + j] = T.if_then_else(j <= i, b[i * C + j] + dden[i], T.float32(0))
+                for ib, jb in T.grid(C // MR, C // NR):
+                    for i, j in T.grid(MR, NR):
+                        b[(ib * MR + i) * C + jb * NR + j] = T.if_then_else(
+                            jb * NR + j <= ib * MR + i,
+                            b[(ib * MR + i) * C + jb * NR + j] + dden[ib * MR + i],
+                            T.float32(0),
+                        )
                 for kb, jb in T.grid(Kp // MR, C // NR):
                     for i, j in T.grid(MR, NR):
                         acc[i * NR + j] = dkT[(kb * MR + i) * C + jb * NR + j]

@@ -185,7 +185,7 @@ def _one_dtype(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPE_NAMES:
             shapes.check_dtype(op, name, x, FLOATS)
-    if _autocast(q):
+    if _autocast(q) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
     elif q.dtype == k.dtype == v.dtype:
         return q, k, v
@@ -194,8 +194,14 @@ def _one_dtype(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _scale(scale: float | None, K: int) -> float:
-    return K**-0.5 if scale is None else float(scale)
+def _options(
+    op: str, phi: str, causal: bool, normalize: bool, scale: float | None, eps: float, K: int, final: bool
+) -> Options:
+    """The plain arguments. A tensor is refused where a number is expected: its gradient would be lost."""
+    for name, x in (("scale", scale), ("eps", eps)):
+        if not isinstance(x, int | float) and not (x is None and name == "scale"):
+            raise TypeError(f"{op}: {name} is {type(x).__name__}; expected a number")
+    return Options(phi, bool(causal), bool(normalize), K**-0.5 if scale is None else float(scale), float(eps), final)
 
 
 def _bind(
@@ -233,8 +239,7 @@ def _bind(
     if initial_state is not None:
         n = {"N": N, "H": H, "HV": HV, "K": K, "V": v.shape[-1]}
         kv, z = _check_state(NAME, "initial_state", initial_state, n, "N", q)
-    opt = Options(phi, causal, normalize, _scale(scale, K), float(eps), output_final_state)
-    return (q, k, v, kv, z), opt
+    return (q, k, v, kv, z), _options(NAME, phi, causal, normalize, scale, eps, K, bool(output_final_state))
 
 
 @lru_cache(maxsize=1024)
@@ -288,7 +293,7 @@ def _bind_decode(
                 raise ValueError(
                     f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
                 )
-    return (q, k, v), Options(phi, True, normalize, _scale(scale, n["K"]), float(eps), True), kv, z
+    return (q, k, v), _options(DECODE, phi, True, normalize, scale, eps, n["K"], True), kv, z
 
 
 @lru_cache(maxsize=1024)
