@@ -25,6 +25,7 @@ FLAGS = (
     "-fno-signed-zeros",
     "-fno-trapping-math",
     "-fno-math-errno",
+    "-fno-tree-loop-distribute-patterns",  # memset and memcpy would push register tiles through the stack
     "-mprefer-vector-width=512",
     "-std=c++17",
     "-fPIC",

@@ -153,6 +153,25 @@ def load_rows(dst, ld, src, C, load_row):
                 dst[c * ld + d] = T.float32(0)
 
 
+def prefetcher(dtype):
+    """prefetch(src, c, rows, d, width): ask for a tile of src, so that it is near when its chunk comes.
+
+    Called from inside the products of the chunk before: rows of [B, T, H, D] lie pages apart, which the hardware
+    does not foresee, and asking for a whole chunk at once would only queue up.
+    """
+    name, size = f"tile_prefetch_{storage(dtype)}", 4 if dtype == "float32" else 2
+
+    @T.macro
+    def prefetch(src, c, rows, d, width):
+        T.evaluate(
+            T.call_extern(
+                "int32", name, T.address_of(src.buffer[src.at(c, d)]), src.stride * size, rows, width * size
+            )
+        )
+
+    return prefetch
+
+
 @T.macro
 def map_features(x, base, width, feature_map):
     """x = phi(x) in place for width elements from base. One loop a map: a select inside would not vectorise.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -94,8 +95,10 @@ def _calls(op: Any, args: argparse.Namespace) -> tuple[dict[str, Callable[[], ob
         if reason is None and impl.backend == "jit" and "binary" in calls:
             reason = "the same kernels as binary"
         if reason is None:
-            calls[impl.backend] = _call(op, args, problem, impl.backend)
+            if impl.backend == "jit":
+                print(f"building {op.name} for {args.dtype}, about ten seconds", file=sys.stderr)
             registry.choose(op, problem, impl.backend)  # builds here, not while something is timed
+            calls[impl.backend] = _call(op, args, problem, impl.backend)
         else:
             reasons[impl.backend] = reason
     return calls, reasons

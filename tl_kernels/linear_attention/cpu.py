@@ -59,7 +59,7 @@ def chunk_fwd(p: Problem, c: Config):
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
     load_row, store_row = m.row_format(p.dtype)
-    fma = m.register_tile(MR, NR)
+    fma, prefetch = m.register_tile(MR, NR), m.prefetcher(p.dtype)
     n = T.dynamic("n")
 
     @T.prim_func
@@ -143,6 +143,9 @@ def chunk_fwd(p: Problem, c: Config):
                 for jb in T.serial(panels):
                     if emit > 0:
                         for ib in T.serial(C // MR):
+                            prefetch(m.Rows(q, q_row, rows, K), C + ib * MR, MR, jb * NR, NR)
+                            prefetch(m.Rows(k, k_row, rows, K), C + ib * MR, MR, jb * NR, NR)
+                            prefetch(m.Rows(v, v_row, rows, V, h * v_head), C + ib * MR, MR, jb * NR, NR)
                             for e in T.serial(MR * NR):
                                 acc[e] = T.float32(0)
                             fma(
@@ -198,7 +201,7 @@ def chunk_bwd_q(p: Problem, c: Config):
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
     load_row, store_row = m.row_format(p.dtype)
-    fma = m.register_tile(MR, NR)
+    fma, prefetch = m.register_tile(MR, NR), m.prefetcher(p.dtype)
     n = T.dynamic("n")
 
     @T.prim_func
@@ -278,6 +281,10 @@ def chunk_bwd_q(p: Problem, c: Config):
                 for jb in T.serial(panels):
                     if emit > 0:
                         for ib in T.serial(C // MR):
+                            prefetch(m.Rows(k, k_row, rows, K), C + ib * MR, MR, jb * NR, NR)
+                            prefetch(m.Rows(v, v_row, rows, V, h * v_head), C + ib * MR, MR, jb * NR, NR)
+                            prefetch(m.Rows(dout, dout_row, rows, V, h * dout_head), C + ib * MR, MR, jb * NR, NR)
+                            prefetch(m.Rows(o, o_row, rows, V, h * o_head), C + ib * MR, MR, jb * NR, NR)
                             for e in T.serial(MR * NR):
                                 acc[e] = dx[(jb * C + ib * MR) * NR + e]
                             fma(
@@ -349,7 +356,7 @@ def chunk_bwd_kv(p: Problem, c: Config):
 
     C, MR, NR, io = c.C, c.MR, c.NR, m.storage(p.dtype)
     load_row, store_row = m.row_format(p.dtype)
-    fma = m.register_tile(MR, NR)
+    fma, prefetch = m.register_tile(MR, NR), m.prefetcher(p.dtype)
     n = T.dynamic("n")
 
     @T.prim_func
@@ -470,6 +477,11 @@ def chunk_bwd_kv(p: Problem, c: Config):
                 for jb in T.serial(panels):
                     if emit > 0:
                         for ib in T.serial(C // MR):
+                            prefetch(m.Rows(q, q_row, rows, K), ib * MR - C, MR, jb * NR, NR)
+                            prefetch(m.Rows(k, k_row, rows, K), ib * MR - C, MR, jb * NR, NR)
+                            prefetch(m.Rows(v, v_row, rows, V, h * v_head), ib * MR - C, MR, jb * NR, NR)
+                            prefetch(m.Rows(dout, dout_row, rows, V, h * dout_head), ib * MR - C, MR, jb * NR, NR)
+                            prefetch(m.Rows(o, o_row, rows, V, h * o_head), ib * MR - C, MR, jb * NR, NR)
                             for e in T.serial(MR * NR):
                                 acc[e] = T.float32(0)
                             fma(
