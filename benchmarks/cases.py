@@ -19,8 +19,8 @@ from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, chu
 OURS = "ours"
 GROUPS = ("forward", "backward", "long", "dtype", "decode", "overhead", "import")
 CHUNKS = (64, 128)  # of the parallel form: with smaller ones the states take longer, with larger ones the weights
-LOOP_CHUNK = 256  # of the compiled loop, which is unrolled: few steps compile in a minute
-LOOP_STEPS = 16
+LOOP_CHUNKS = {"forward": 256, "backward": 128}  # the best ones of the compiled loop
+LOOP_STEPS = 32  # it is unrolled: more steps take minutes to compile
 PREFIX = 128  # tokens on which the float64 truth of a long case is itself checked, token by token
 FLOPS_CHUNK = 32
 
@@ -213,15 +213,16 @@ def _add_rival(prepared: Prepared, name: str, make: Callable[..., Contestant]) -
 
 def _parallel(make: Callable[..., Contestant], chunk: int, wrap: Callable[[Any], Any] = lambda f: f) -> Contestant:
     form = wrap(rivals.chunk_parallel)
-    return make(lambda q, k, v: form(q, k, v, chunk), f"parallel, C={chunk}")
+    return make(lambda q, k, v: form(q, k, v, chunk), f"parallel C={chunk}")
 
 
 def _add_compiled(prepared: Prepared, name: str, make: Callable[..., Contestant]) -> None:
     case = prepared.case
     variants = {"parallel": _parallel(make, prepared.chunk, rivals.compiled)}
-    if case.compile_loop and case.T <= LOOP_CHUNK * LOOP_STEPS:
+    chunk = LOOP_CHUNKS.get(case.group, 0)
+    if case.compile_loop and case.T <= chunk * LOOP_STEPS:
         loop = rivals.compiled(rivals.chunk_loop)
-        variants["loop"] = make(lambda q, k, v: loop(q, k, v, LOOP_CHUNK), f"loop, C={LOOP_CHUNK}")
+        variants["loop"] = make(lambda q, k, v: loop(q, k, v, chunk), f"loop C={chunk}")
     try:
         prepared.contestants[name] = fastest(variants)[1]
     except Exception as error:  # whatever its compiler raises: the others can still be measured

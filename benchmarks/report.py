@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from autotune import measure, target
 from benchmarks.cases import FLOPS_CHUNK, OURS, Result
 from linattn_tl.cli._text import table
 
+WIDTH = 120
 BUSY_LOAD = 0.5  # runnable processes besides this one, from which ratios on all cores mean little
 
 TITLES = {
@@ -20,7 +22,7 @@ TITLES = {
     "backward": "forward + backward, float32, B=1 H=8",
     "long": "long forward, float32, B=1 H=8",
     "dtype": "forward in 16 bits against our own float32, B=1 H=8",
-    "decode": "one decode step, float32 state, H=16",
+    "decode": "one decode step, float32 state, H=16; a state that fits the cache beats a large copy",
 }
 
 
@@ -108,7 +110,7 @@ def _commit() -> str:
     root = Path(__file__).parents[1]
     try:
         head = _git(root, "rev-parse", "--short", "HEAD")
-        return head + (" with changes" if _git(root, "status", "--porcelain") else "")
+        return head + ("+changes" if _git(root, "status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -123,10 +125,11 @@ def _git(root: Path, *args: str) -> str:
 def header(machine: Machine, rounds: int) -> str:
     m = machine
     peaks = ", ".join(f"{gflops:.0f} GFLOP/s ({_threads(t)})" for t, gflops in m.peak_gflops.items())
-    busy = "" if m.load < BUSY_LOAD else ": THE MACHINE IS BUSY, these numbers are rough"
+    busy = ["THE MACHINE WAS BUSY with something else: these numbers are rough."] if m.load > BUSY_LOAD else []
     return "\n".join(
         [
-            f"{m.cpu}, {m.arch}, {m.cores} cores; torch {m.torch}; commit {m.commit}; load {m.load:.1f}{busy}",
+            *busy,
+            f"{m.cpu}, {m.arch}, {m.cores} cores; torch {m.torch}; commit {m.commit}; load {m.load:.1f}",
             f"peak: fp32 matmul {peaks}, copy {m.copy_gbps:.0f} GB/s (1 thread)",
             f"Medians of {rounds} rounds in turns, on the same inputs, after each output was checked against float64.",
             "A rival's column is its time over ours. GFLOP/s count what causal chunks of C tokens need at least, with",
@@ -161,10 +164,10 @@ def _threads(n: int) -> str:
 def _group_table(group: str, results: Sequence[Result], machine: Machine) -> str:
     rivals = list(dict.fromkeys(name for r in results for name in r.case.rivals))
     if group == "decode":
-        head = ("B", "D", "threads", "ours us", "GB/s", "copy")
+        head = ("B", "D", "threads", "ours us", "GB/s", "of copy")
         rows = [_decode_cells(r, machine) for r in results]
     else:
-        head = ("T", "D", "threads", "ours ms", "GFLOP/s", "peak")
+        head = ("T", "D", "threads", "ours ms", "GFLOP/s", "of peak")
         rows = [_sequence_cells(r, machine) for r in results]
     ratios = [[_times(r.ratio(name)) for name in rivals] for r in results]
     return table((*head, *rivals), [(*row, *ratio) for row, ratio in zip(rows, ratios, strict=True)])
@@ -197,7 +200,8 @@ def _variants(results: Sequence[Result]) -> str:
                 found.setdefault(name, {})[variant] = None
         for name, why in r.left_out.items():
             found.setdefault(name, {})[f"left out, {why}"] = None
-    return "; ".join(f"{name}: {' or '.join(variants)}" for name, variants in found.items())
+    line = "; ".join(f"{name}: {', '.join(variants)}" for name, variants in found.items())
+    return textwrap.fill(line, WIDTH)
 
 
 # ---- targets

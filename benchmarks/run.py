@@ -2,6 +2,8 @@
 
 Everything is measured in one run, in turns, on the same inputs. Nothing is timed unless every contestant's output
 agrees with the float64 definition: a wrong one is named, and the run ends with exit code 1.
+
+--quick takes a minute or two. Everything takes a quarter of an hour, most of it torch.compile's.
 """
 
 import argparse

@@ -5,6 +5,7 @@ cases that every family shares are `sequence_cases` and `decode_cases` here.
 """
 
 import importlib
+import os
 import pkgutil
 import zlib
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 
+from autotune import target
 from autotune.verify import check_close
-from linattn_tl import registry
+from linattn_tl import registry, tuning
+from tl_kernels.spec import Problem
 
 BACKENDS = ("binary", "jit", "torch")
 COMPILED = ("binary", "jit")
@@ -44,6 +47,7 @@ class Case:
     upstream: str = "dense"
     single: bool = False  # decode: [B, H, K] and not [B, n, H, K]
     slots: tuple[int, ...] | None = None  # decode: rows of the pool
+    index: str = "int64"  # cu_seqlens and slots: their dtype, or "strided"
     backends: tuple[str, ...] = ("binary", "torch")
 
     @property
@@ -84,7 +88,12 @@ def sequences() -> list[Subject]:
 
 
 def build_binaries() -> None:
-    """Compile what the cache lacks, through the public calls."""
+    """Compile what the cache lacks: a process a core, then through the public calls, which say what went wrong."""
+    ops = registry.all_ops().values()
+    missing = [op.name for op in ops for d in DTYPES if op.impls[0].refuse(Problem(op.name, d, 16, 16))]
+    device = target.native()
+    if missing and device is not None:
+        tuning.build_best([device.arch], DTYPES, len(os.sched_getaffinity(0)), lambda *progress: None)
     for subject in subjects().values():
         for dtype in DTYPES:
             case = Case("build", dtype=dtype)
@@ -107,11 +116,15 @@ def sequence_cases() -> tuple[Case, ...]:
         "packed-nothing": (0,),
     }
     layouts = LAYOUTS
-    upstreams = ("sum", "strided", "outputs-only", "state-only")
+    upstreams = ("sum", "column", "heads-first", "outputs-only", "state-only")
     return (
         *(replace(c, backends=BACKENDS) for c in lengths),
         Case("T1000", B=1, T=1000, backends=BACKENDS),
         Case("T1000-state", T=1000, H=1, HV=1, state=True, final=True),
+        # enough work for one head that time itself is cut into segments
+        Case("one-head", B=1, T=1100, H=1, HV=1, K=64, V=64, state=True, final=True),
+        Case("one-head-plain", B=1, T=1100, H=1, HV=1, K=64, V=64),
+        Case("one-head-packed", B=1, T=1100, H=1, HV=2, K=64, V=64, cu=(0, 1100), state=True, final=True),
         Case("B0", B=0, final=True),
         Case("HV-more", H=2, HV=6, state=True, final=True),
         Case("K-more", K=32, V=16, state=True, final=True),
@@ -119,6 +132,7 @@ def sequence_cases() -> tuple[Case, ...]:
         Case("K-odd", K=7, V=19, state=True, final=True),
         *(Case(i, B=1, T=cu[-1], cu=cu, state=True, final=True, HV=4) for i, cu in packed.items()),
         Case("packed-no-state", B=1, T=70, cu=(0, 33, 70)),
+        *(Case(f"packed-{i}", B=1, T=70, cu=(0, 33, 33, 70), index=i) for i in ("int32", "strided")),
         *(Case(f"layout-{w}", layout=w, state=True, final=True, HV=4, V=24) for w in layouts),
         *(Case(f"upstream-{u}", upstream=u, state=True, final=True, HV=4) for u in upstreams),
         *(Case(d, T=70, dtype=d, state=True, final=True, HV=4, backends=BACKENDS) for d in DTYPES),
@@ -126,7 +140,7 @@ def sequence_cases() -> tuple[Case, ...]:
         *(Case(f"{d}-odd", K=7, V=19, dtype=d, state=True, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-wide", K=100, V=80, H=1, HV=1, dtype=d, state=True, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-packed", B=1, T=70, cu=(0, 33, 33, 70), dtype=d, final=True) for d in DTYPES[1:]),
-        *(Case(f"{d}-fused", dtype=d, layout="fused", upstream="strided", V=24) for d in DTYPES[1:]),
+        *(Case(f"{d}-fused", dtype=d, layout="fused", upstream="heads-first", V=24) for d in DTYPES[1:]),
         Case("float64", T=70, dtype="float64", state=True, final=True, HV=4, backends=("torch",)),
     )
 
@@ -143,6 +157,7 @@ def decode_cases() -> tuple[Case, ...]:
         Case("slots", B=3, T=2, HV=4, slots=(4, 0, 2)),
         Case("slots-padded", B=4, T=2, slots=(3, -1, 0, -1)),
         Case("slots-all-padding", B=2, T=1, slots=(-1, -1)),
+        *(Case(f"slots-{i}", B=3, T=2, slots=(3, -1, 0), index=i) for i in ("int32", "strided")),
         *(Case(f"layout-{w}", T=3, layout=w, HV=4, V=24) for w in layouts),
         *(Case(f"{d}-{n}", B=3, T=n, dtype=d, HV=4, backends=BACKENDS) for d in DTYPES[1:] for n in (1, 6)),
         Case("float64", T=3, dtype="float64", backends=("torch",)),
@@ -154,6 +169,24 @@ def decode_cases() -> tuple[Case, ...]:
 
 def generator(case: Case, salt: str = "") -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{case.id}{salt}".encode()))
+
+
+def index_of(case: Case, values: tuple[int, ...] | None) -> torch.Tensor | None:
+    """cu_seqlens or slots as the case wants them."""
+    if values is None:
+        return None
+    if case.index == "strided":
+        return torch.tensor(values).repeat_interleave(2)[::2]
+    return torch.tensor(values, dtype=getattr(torch, case.index))
+
+
+def restate(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A state in another memory layout."""
+    if layout == "heads-first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "column":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return x
 
 
 def relayout(tensors: Tensors, names: tuple[str, ...], layout: str) -> Tensors:
@@ -185,8 +218,9 @@ def upstream_of(case: Case, name: str, x: torch.Tensor, subject: Subject) -> tor
     if case.upstream == "sum":
         return torch.ones((), dtype=x.dtype).expand(x.shape)
     values = torch.randn(x.shape, generator=generator(case, name))
-    if case.upstream == "strided":
-        values = values.transpose(1, -1).contiguous().transpose(1, -1)
+    if case.upstream in ("column", "heads-first") and values.ndim > 2:
+        other = -1 if case.upstream == "column" else 2
+        values = values.transpose(1, other).contiguous().transpose(1, other)
     return values.to(getattr(torch, case.dtype)).to(x.dtype)
 
 
@@ -205,6 +239,7 @@ def differentiate(subject: Subject, case: Case, outputs: Tensors, leaves: Tensor
 def tensors_of(subject: Subject, case: Case) -> Tensors:
     """Inputs in the case's layout, the same on every call; leaves of a graph where the op is differentiable."""
     tensors = relayout(subject.inputs(case), subject.tokens, case.layout)
+    tensors = {n: restate(x, case.layout) if n in subject.states else x for n, x in tensors.items()}
     return {n: x.detach().requires_grad_(subject.differentiable) for n, x in tensors.items()}
 
 
@@ -215,12 +250,17 @@ class Result:
 
 
 def defined(subject: Subject, case: Case, dtype: torch.dtype | None = None) -> Result:
-    """By the definition, in float64 or as given."""
+    """By the definition, in the case's dtype or as given."""
     tensors = tensors_of(subject, case)
     if dtype is not None:
         tensors = {n: x.detach().to(dtype).requires_grad_(subject.differentiable) for n, x in tensors.items()}
-    outputs = subject.truth(tensors, case)
-    grads = differentiate(subject, case, outputs, tensors) if subject.differentiable else {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # thousands of tiny steps, which only wait for each other on two
+    try:
+        outputs = subject.truth(tensors, case)
+        grads = differentiate(subject, case, outputs, tensors) if subject.differentiable else {}
+    finally:
+        torch.set_num_threads(threads)
     return Result({n: x.detach() for n, x in outputs.items()}, grads)
 
 

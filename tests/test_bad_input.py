@@ -235,3 +235,20 @@ def test_decode_of_leaves_is_allowed_without_gradients():
     with torch.no_grad():
         linear_attention_decode(**arguments)
     assert arguments["out"].isfinite().all()
+
+
+@pytest.mark.parametrize("n", [None, 1, 7])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["binary", "torch"])
+def test_an_out_that_is_an_input_is_right_or_refused(backend, name, n):
+    lead = (B,) if n is None else (B, n)
+    tensors = {x: rand(*lead, H, K) for x in "qkv"}
+    state = LinearState(rand(B, H, K, K), torch.rand(B, H, K))
+    fresh = LinearState(*(x.clone() for x in state))
+    want = linear_attention_decode(**{x: t.clone() for x, t in tensors.items()}, state=fresh, backend=backend)
+    try:
+        got = linear_attention_decode(**tensors, state=state, out=tensors[name], backend=backend)
+    except ValueError as error:
+        assert "linear_attention_decode: out" in str(error)
+    else:
+        assert (got - want).abs().max() < 1e-5, f"out is {name}: silently wrong"

@@ -1,6 +1,7 @@
 """Runs tests/conformance.py: every op x backend x case, then what must hold between calls."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -107,3 +108,33 @@ def test_the_final_state_of_no_tokens_is_a_copy(op, backend):
         same(name, outputs[name], tensors[name], "binary")
         shared = outputs[name].data_ptr() == tensors[name].data_ptr()
         assert not shared, f"the final {name} is the initial {name} itself"
+
+
+@pytest.mark.parametrize("backend", ["binary", "torch"])
+@pytest.mark.parametrize("op", list(subjects()))
+def test_inference_mode_changes_no_bit(op, backend):
+    subject, case = subjects()[op], Case("inference", T=40, HV=4, state=True, final=True)
+    tensors = {n: x.detach() for n, x in tensors_of(subject, case).items()}
+    usual = subject.call(tensors, case, backend)
+    with torch.inference_mode():
+        tensors = {n: x.clone() for n, x in tensors.items()}
+        found = subject.call(tensors, case, backend)
+    for name, x in found.items():
+        same(name, x, usual[name], backend)
+
+
+@pytest.mark.parametrize("op", [s.op for s in sequences()])
+def test_calls_from_several_python_threads(op):
+    """The kernels run without the interpreter's lock."""
+    subject, case = subjects()[op], Case("concurrent", T=300, H=4, HV=4, K=64, V=64, state=True, final=True)
+
+    def run(_):
+        tensors = tensors_of(subject, case)
+        outputs = subject.call(tensors, case, "binary")
+        return {**outputs, **{f"d{n}": g for n, g in differentiate(subject, case, outputs, tensors).items()}}
+
+    usual = run(None)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(24)):
+            for name, x in found.items():
+                same(name, x, usual[name], "binary")

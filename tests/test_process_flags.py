@@ -10,6 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("binaries")
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = dict(os.environ)  # before this process made a call
 
 # Prints what a first call, or a build, changed. Runs in a process of its own: the flags of this one are long set.
 PROGRAM = """
@@ -19,6 +20,12 @@ import torch
 
 locale.setlocale(locale.LC_ALL, "")
 libm = ctypes.CDLL("libm.so.6")
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def flags():
@@ -39,7 +46,7 @@ def flags():
         "random state": hash(torch.get_rng_state().numpy().tobytes()),
         "locale": locale.setlocale(locale.LC_ALL),
         "folder": os.getcwd(),
-        "umask": [os.umask(0o22), os.umask(0o22)][1],
+        "umask": umask(),
         "recursion limit": sys.getrecursionlimit(),
         "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGFPE)],
         "excepthook": sys.excepthook is sys.__excepthook__,
@@ -73,7 +80,7 @@ print(json.dumps({
 
 
 def run(backend, **environment):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **environment}
+    env = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", **environment}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, backend], env=env, capture_output=True, text=True, check=False
     )

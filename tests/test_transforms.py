@@ -240,6 +240,17 @@ def test_an_input_changed_before_backward_is_an_error():
         o.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["binary", "torch"])
+def test_a_state_that_decode_changed_before_backward_is_an_error(backend):
+    q, k, v = (x.requires_grad_() for x in qkv(B))
+    state = LinearState(torch.randn(B, HV, K, V), torch.rand(B, H, K))
+    o, _ = linear_attention(q, k, v, initial_state=state, backend=backend)
+    with torch.no_grad():
+        linear_attention_decode(q[:, 0], k[:, 0], v[:, 0], state, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 # ---- torch.compile and autocast of decode
 
 

@@ -7,7 +7,17 @@ from torch.nn.functional import relu
 
 from linattn_tl import linear_attention, linear_attention_decode
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, recurrent
-from tests.conformance import BACKENDS, Case, Subject, Tensors, decode_cases, generator, sequence_cases
+from tests.conformance import (
+    BACKENDS,
+    Case,
+    Subject,
+    Tensors,
+    decode_cases,
+    generator,
+    index_of,
+    relayout,
+    sequence_cases,
+)
 
 DEFINITION = TorchRunner(recurrent)
 
@@ -60,10 +70,6 @@ def states(case: Case, rows: int, new: Any, wide: torch.dtype) -> Tensors:
     }
 
 
-def lengths(case: Case) -> torch.Tensor | None:
-    return None if case.cu is None else torch.tensor(case.cu)
-
-
 def call(t: Tensors, case: Case, backend: str) -> Tensors:
     o, final = linear_attention(
         t["q"],
@@ -71,7 +77,7 @@ def call(t: Tensors, case: Case, backend: str) -> Tensors:
         t["v"],
         initial_state=(t["kv"], t["z"]) if "kv" in t else None,
         output_final_state=case.final,
-        cu_seqlens=lengths(case),
+        cu_seqlens=index_of(case, case.cu),
         backend=backend,
         **case.keywords,
     )
@@ -82,7 +88,7 @@ def call(t: Tensors, case: Case, backend: str) -> Tensors:
 def truth(t: Tensors, case: Case) -> Tensors:
     opt, phi = options_of(case)
     q, k = (t["q"], t["k"]) if phi is None else (phi(t["q"]), phi(t["k"]))
-    (o, kv, z), _ = DEFINITION.forward((q, k, t["v"], t.get("kv"), t.get("z")), lengths(case), opt)
+    (o, kv, z), _ = DEFINITION.forward((q, k, t["v"], t.get("kv"), t.get("z")), index_of(case, case.cu), opt)
     return {"o": o, "kv": kv, "z": z} if case.final else {"o": o}
 
 
@@ -106,8 +112,10 @@ def decode_inputs(case: Case) -> Tensors:
 def decode_call(t: Tensors, case: Case, backend: str) -> Tensors:
     pick = (lambda x: x[:, 0]) if case.single else (lambda x: x)
     out = torch.full_like(pick(t["v"]), float("nan"), memory_format=torch.contiguous_format)
+    if case.layout in ("heads-first", "column", "every-second"):
+        out = relayout({"o": out}, ("o",), case.layout)["o"]
     kv, z = t["kv"].clone(), t["z"].clone()
-    slots = None if case.slots is None else torch.tensor(case.slots)
+    slots = index_of(case, case.slots)
     o = linear_attention_decode(
         *(pick(t[n]) for n in "qkv"), (kv, z), slots=slots, out=out, backend=backend, **case.keywords
     )
@@ -153,10 +161,12 @@ SUBJECTS = (
         cases=(
             *sequence_cases(),
             Case("K1-V1", K=1, V=1, state=True, final=True, options=(("eps", 0.5),)),  # K = 1: all is in eps
+            Case("K1-V1-negated", K=1, V=1, layout="negated", options=(("eps", 0.5),)),
             *(Case(i, T=70, state=True, final=True, options=o, backends=BACKENDS) for i, o in OPTIONS.items()),
             *(Case(f"{i}-alone", T=70, options=o) for i, o in OPTIONS.items()),
             *(Case(f"full-{i}", T=40, state=True, final=True, options=o + NONCAUSAL) for i, o in OPTIONS.items()),
             *(Case(f"full-T{t}", B=1, T=t, state=True, final=True, options=NONCAUSAL) for t in (0, 1, 64, 1000)),
+            Case("full-one-head", B=1, T=1100, H=1, HV=1, K=64, V=64, state=True, final=True, options=NONCAUSAL),
             *(Case(f"full-alone-HV{n}", HV=n, options=NONCAUSAL, backends=BACKENDS) for n in (2, 6)),
             *(
                 Case(f"cross-{a}-{b}", T=a, T_k=b, state=a > 0, final=a < b, options=NONCAUSAL, V=24)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.launcher.cpu import CpuBinary
+from linattn_tl import outputs
 from linattn_tl.ops.linear_attention.definition import Options
 from tl_kernels.linear_attention import cpu as kernels
 
@@ -113,7 +114,7 @@ class CpuRunner:
         q, k, v, kv, z = inputs
         q, k, v = rows(q), rows(k), rows(v)
         walk, initial = _walk(q, v, lengths), _contiguous(kv, z)
-        o = torch.empty(q.shape[:2] + v.shape[2:], dtype=v.dtype, device=v.device)
+        o = outputs.empty(q.shape[:2] + v.shape[2:], v.dtype, v.device)
         den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if not opt.causal:
             total = self._sum(k, v, walk, initial, opt)
@@ -159,7 +160,7 @@ class CpuRunner:
     def backward(
         self,
         inputs: Sequence[Any],
-        outputs: Sequence[Any],
+        results: Sequence[Any],
         saved: Sequence[Any],
         lengths: Any,
         grads: Sequence[Any],
@@ -168,7 +169,7 @@ class CpuRunner:
     ) -> list[Any]:
         """One gradient an input that needs one."""
         q, k, v, kv, z = inputs
-        o, den = outputs[0], saved[0]
+        o, den = results[0], saved[0]
         dout = grads[0]
         if dout is None:
             dout = v.new_zeros(v.shape[-1]).expand(o.shape)
@@ -177,7 +178,7 @@ class CpuRunner:
         tokens = (q, k, v, o, dout, den)
         found: list[Any] = [None] * 5
         if needs[0]:
-            total = outputs[1:] if opt.output_final_state else saved[1:]
+            total = results[1:] if opt.output_final_state else saved[1:]
             start = _contiguous(kv, z) if opt.causal else States(*total)
             found[0] = self._grad_q(tokens, walk, start, opt)
         if any(needs[1:]):
@@ -187,7 +188,7 @@ class CpuRunner:
 
     def _grad_q(self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options) -> torch.Tensor:
         q, k, v = tokens[:3]
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = outputs.empty(q.shape, q.dtype, q.device)
         words = [w for x in (*tokens, dq) for w in token_words(x)]
         switches, cut = (FULL, _cut(walk)) if opt.causal else (EMIT, _spread(walk, q))
         if opt.causal and cut.segments > 1:
@@ -201,7 +202,7 @@ class CpuRunner:
     ) -> tuple[Any, Any, Any, Any]:
         """dk, dv and the gradient of the initial state, from that of the final state."""
         k, v = tokens[1:3]
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if emit else None for x in (k, v))
+        dk, dv = (outputs.empty(x.shape, x.dtype, x.device) if emit else None for x in (k, v))
         cut = _cut(walk)
         if opt.causal and cut.segments == 1:
             end = _empty_states(walk, k, walk.N)
