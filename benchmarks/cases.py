@@ -220,7 +220,7 @@ def _add_compiled(prepared: Prepared, name: str, make: Callable[..., Contestant]
     case = prepared.case
     variants = {"parallel": _parallel(make, prepared.chunk, rivals.compiled)}
     chunk = LOOP_CHUNKS.get(case.group, 0)
-    if case.compile_loop and case.T <= chunk * LOOP_STEPS:
+    if case.compile_loop and chunk * LOOP_STEPS >= case.T:
         loop = rivals.compiled(rivals.chunk_loop)
         variants["loop"] = make(lambda q, k, v: loop(q, k, v, chunk), f"loop C={chunk}")
     try:

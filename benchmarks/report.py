@@ -3,6 +3,7 @@
 import os
 import subprocess
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.cases import FLOPS_CHUNK, OURS, Result
 from linattn_tl.cli._text import table
 
 WIDTH = 120
-BUSY_LOAD = 0.5  # runnable processes besides this one, from which ratios on all cores mean little
+BUSY_CORES = 0.2  # used by others, from which the numbers mean little
 
 TITLES = {
     "forward": "forward, float32, B=1 H=8",
@@ -33,7 +34,7 @@ class Machine:
     cores: int
     torch: str
     commit: str
-    load: float  # processes that wanted a core in the last minute, before anything was measured
+    busy_cores: float  # what others used while this process slept, before and after
     peak_gflops: dict[int, float]  # threads -> fp32 matmul
     copy_gbps: float  # one thread
 
@@ -91,7 +92,7 @@ class Run:
 
 def this_machine(threads: Sequence[int]) -> Machine:
     device = target.native()
-    load = os.getloadavg()[0]
+    busy = busy_cores()
     torch.set_num_threads(1)
     return Machine(
         cpu=device.name if device else "unknown CPU",
@@ -99,10 +100,25 @@ def this_machine(threads: Sequence[int]) -> Machine:
         cores=device.cores if device else os.cpu_count() or 1,
         torch=torch.__version__,
         commit=_commit(),
-        load=round(load, 2),
+        busy_cores=busy,
         peak_gflops={t: measure.peak_gflops(t) for t in threads},
         copy_gbps=measure.bandwidth_gbps(),
     )
+
+
+def busy_cores() -> float:
+    """Cores in use while this process sleeps for half a second, 0 where /proc/stat does not tell."""
+    try:
+        before = _busy_ticks()
+        time.sleep(0.5)
+        return round((_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / 0.5, 2)
+    except OSError:
+        return 0.0
+
+
+def _busy_ticks() -> int:
+    user, nice, system, _idle, _wait, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return user + nice + system + sum(interrupts)
 
 
 def _commit() -> str:
@@ -125,11 +141,11 @@ def _git(root: Path, *args: str) -> str:
 def header(machine: Machine, rounds: int) -> str:
     m = machine
     peaks = ", ".join(f"{gflops:.0f} GFLOP/s ({_threads(t)})" for t, gflops in m.peak_gflops.items())
-    busy = ["THE MACHINE WAS BUSY with something else: these numbers are rough."] if m.load > BUSY_LOAD else []
+    busy = [f"OTHERS USED {m.busy_cores:.1f} CORES: these numbers are rough."] if m.busy_cores > BUSY_CORES else []
     return "\n".join(
         [
             *busy,
-            f"{m.cpu}, {m.arch}, {m.cores} cores; torch {m.torch}; commit {m.commit}; load {m.load:.1f}",
+            f"{m.cpu}, {m.arch}, {m.cores} cores; torch {m.torch}; commit {m.commit}",
             f"peak: fp32 matmul {peaks}, copy {m.copy_gbps:.0f} GB/s (1 thread)",
             f"Medians of {rounds} rounds in turns, on the same inputs, after each output was checked against float64.",
             "A rival's column is its time over ours. GFLOP/s count what causal chunks of C tokens need at least, with",

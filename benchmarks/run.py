@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import cases, costs, plot, report
@@ -85,6 +86,7 @@ def _measure(args: argparse.Namespace, rounds: int, bar: "_Bar") -> report.Run:
     if "import" in args.only:
         bar.say("import")
         run.import_s = costs.import_seconds(QUICK_IMPORTS if args.quick else IMPORTS)
+    run.machine = replace(run.machine, busy_cores=max(run.machine.busy_cores, report.busy_cores()))
     return run
 
 

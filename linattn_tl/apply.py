@@ -8,8 +8,8 @@ A runner computes
 One with differentiable = True is written in plain torch; any other goes through the autograd.Function here, whose
 backward is itself differentiable by way of the op's definition.
 
-Three ways in, cheapest first: no gradient wanted - the runner itself; gradient wanted - the Function;
-being traced by torch.compile - a library op, whose fake half is the op's `meta`.
+Three ways in, cheapest first: no gradient wanted - the runner itself; gradient wanted - the Function; tensors that
+are not plain memory (torch.compile, fake tensors, dispatch modes) - a library op, whose fake half is the op's `meta`.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,17 @@ import torch
 from linattn_tl import registry
 from linattn_tl.registry import Op, Problem
 
-_interpreters = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _LIBRARY = torch.library.Library("linattn_tl", "FRAGMENT")
 
 
 def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options: Any, backend: str) -> tuple[Any, ...]:
     """Compute op on checked inputs. Returns the op's outputs, None where not asked for."""
-    if torch.compiler.is_compiling():
+    if traced(*inputs[:3]):
         return _library_call(op, inputs, lengths, options, backend)
-    op.autograd.check_values(inputs, lengths)
-    if _transformed():
+    if transformed():
+        if lengths is not None and _functorch.is_batchedtensor(lengths):
+            raise NotImplementedError(f"{op.name}: vmap over sequence lengths has no batch rule; expected one for all")
         if backend not in ("auto", "torch"):
             raise NotImplementedError(
                 f"{op.name}: the {backend} backend cannot run under torch.func or forward-mode AD; "
@@ -38,6 +39,7 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
         if backend == "auto":
             registry.fall_back(op.name, "torch", "torch.func and forward-mode AD: their tensors have no memory to read")
         backend = "torch"
+    op.autograd.check_values(inputs, lengths)
     choice = registry.choose(op, problem, backend)
     registry.note_backend(op.name, choice.backend)
     if choice.runner.differentiable:
@@ -47,9 +49,19 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
     return choice.runner.forward(inputs, lengths, options)[0]
 
 
-def _transformed() -> bool:
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def traced(*tensors: Any) -> bool:
+    """Whether somebody stands between us and memory: a compiler, a dispatch mode or a tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(type(x) not in _PLAIN for x in tensors)
+
+
+def transformed() -> bool:
     """Under vmap, grad, jvp or a dual level, where tensors have no memory that a kernel could read."""
-    return _interpreters() is not None or torch.autograd.forward_ad._current_level >= 0
+    return _functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 class _Apply(torch.autograd.Function):
@@ -127,7 +139,7 @@ def register(op: Op) -> None:
         choice = registry.choose(op, op.autograd.problem(inputs), backend)
         registry.note_backend(op.name, choice.backend)
         outputs, kept = choice.runner.forward(inputs, lengths, op.autograd.options(*options))
-        return tuple(_or_empty(x, inputs[0]) for x in (*outputs, *kept))
+        return tuple(_or_empty(x, inputs[0]).contiguous() for x in (*outputs, *kept))
 
     def backward(*args: Any) -> tuple[Any, ...]:
         inputs, outputs, saved = _split(op, args)
@@ -137,7 +149,7 @@ def register(op: Op) -> None:
         results = ([_or_none(x) for x in xs] for xs in (outputs[1:], saved, grad_outputs))
         others, saved, grad_outputs = results
         found = runner.backward(inputs, [outputs[0], *others], saved, lengths, grad_outputs, needs, options)
-        return tuple(_or_empty(x, inputs[0]) for x in found)
+        return tuple(_or_empty(x, inputs[0]).contiguous() for x in found)
 
     def fake_forward(*args: Any) -> tuple[Any, ...]:
         inputs, lengths, options = args[:n_in], args[n_in], op.autograd.options(*args[n_in + 1 : -1])

@@ -1,6 +1,7 @@
 """Problem -> loaded kernels: the user's cache, the wheel, or a build here and now."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,13 +10,16 @@ from typing import Any
 
 from autotune import build, table, target
 from autotune.launcher.cpu import CpuBinary
+from autotune.pool import Outcome, run_tasks
 from autotune.store import Entry, Store
+from autotune.tuner import BUILD_TIMEOUT_S, Task
 from linattn_tl import registry, settings
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
 
 log = logging.getLogger("linattn_tl")
 WHEEL = Path(build.__file__).parent / "binaries"  # what a wheel brings along; read-only
 
+BUILDER = "linattn_tl.trials:build_candidate"  # what a child process runs
 Verify = Callable[[Kernel, Problem, CpuBinary], None]
 
 
@@ -83,13 +87,41 @@ def load_stored(kernels: Sequence[Kernel], problem: Problem) -> dict[str, CpuBin
     return loaded
 
 
-def load_built(kernels: Sequence[Kernel], problem: Problem, verify: Verify) -> dict[str, CpuBinary]:
-    """Load what is stored, and build, verify and store what is not."""
-    loaded = {}
-    for kernel in kernels:
-        entry = find(kernel, problem) or build_and_store(kernel, problem, _native(), verify)
-        loaded[kernel.name] = _open(kernel, problem, entry)
-    return loaded
+def load_built(kernels: Sequence[Kernel], problem: Problem) -> dict[str, CpuBinary]:
+    """Load what is stored, and build, verify and store what is not.
+
+    In child processes, one a core: importing the tile compiler changes a process (its environment, its excepthook),
+    and a kernel that crashes while it is verified must not take the caller along.
+    """
+    missing = [kernel for kernel in kernels if find(kernel, problem) is None]
+    if missing:
+        start = time.perf_counter()
+        _build_in_children([best_task(kernel, problem.dtype, _native()) for kernel in missing])
+        names = ", ".join(k.name.split(".")[1] for k in missing)
+        elapsed = time.perf_counter() - start
+        log.info("%s %s: built and verified %s in %.1f s", problem.op, problem.dtype, names, elapsed)
+    return load_stored(kernels, problem)
+
+
+def best_task(kernel: Kernel, dtype: str, device: Target) -> Task:
+    """Building the best known config of a kernel, as a child process is told."""
+    problem = Problem(kernel.op, dtype, 64, 64)
+    config = table.ordered_configs(kernel, problem, device, tables(device))[0]
+    return Task(kernel.name, dtype, tuple(sorted(vars(config).items())), device.arch, True)
+
+
+def _build_in_children(tasks: list[Task]) -> None:
+    failed: list[str] = []
+
+    def on_result(outcome: Outcome) -> None:
+        registry.count("compile")
+        if outcome.status != "ok":
+            failed.append(f"{tasks[outcome.task_index].kernel}: {outcome.error or outcome.status}")
+
+    jobs = min(len(tasks), len(os.sched_getaffinity(0)))
+    run_tasks(tasks, BUILDER, jobs=jobs, timeout_s=BUILD_TIMEOUT_S, on_result=on_result)
+    if failed:
+        raise build.BuildError("; ".join(failed))
 
 
 def build_and_store(
@@ -104,7 +136,6 @@ def build_and_store(
     start = time.perf_counter()
 
     def make(path: Path) -> dict[str, Any]:
-        registry.count("compile")
         manifest = build.build(kernel, problem, config, device, path)
         if verify is None:
             return {**manifest, "verified": "no"}
@@ -139,16 +170,13 @@ def _native() -> Target:
 
 
 def impls(
-    kernels: Sequence[Kernel], compiled: Callable[[Any], Any], plain: Callable[[], Any], check: Callable[..., None]
+    kernels: Sequence[Kernel], compiled: Callable[[Any], Any], plain: Callable[[], Any]
 ) -> tuple[registry.Impl, ...]:
     """An op's backends in the order they are tried. compiled(binaries) and plain() make the runners."""
 
-    def verify(kernel: Kernel, problem: Problem, binary: CpuBinary) -> None:
-        check(kernel, problem, compiled({kernel.name: binary}))
-
     return (
         registry.Impl("binary", lambda p: refuse_binary(kernels, p), lambda p: compiled(load_stored(kernels, p))),
-        registry.Impl("jit", lambda p: refuse_jit(kernels, p), lambda p: compiled(load_built(kernels, p, verify))),
+        registry.Impl("jit", lambda p: refuse_jit(kernels, p), lambda p: compiled(load_built(kernels, p))),
         registry.Impl("torch", lambda p: None, lambda p: plain()),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from autotune.build import BuildError
 from linattn_tl import settings
 from tl_kernels.spec import Kernel, Problem
 
@@ -128,7 +129,10 @@ def _choose(op: Op, problem: Problem, backend: str) -> Choice:
         if reason is None:
             if backend == "auto" and impl.backend not in COMPILED:
                 fall_back(op.name, impl.backend, "; ".join(reasons))
-            return Choice(impl.backend, impl.load(problem))
+            try:
+                return Choice(impl.backend, impl.load(problem))
+            except BuildError as error:
+                reason = str(error)
         reasons.append(f"{impl.backend}: {reason}")
     raise UnsupportedError(f"{op.name}: no backend can serve {problem}: " + "; ".join(reasons))
 

@@ -35,9 +35,34 @@ def bind_shapes(op: str, **args: tuple[Any, str]) -> dict[str, int]:
 
 
 def check_tensors(op: str, **args: Any) -> None:
+    """Strided tensors, all of them."""
     for name, x in args.items():
-        if x is not None and not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{op}: {name} is {type(x).__name__}; expected a tensor")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{op}: {name} has layout {x.layout}; expected torch.strided")
+
+
+def check_writable(op: str, **args: torch.Tensor) -> None:
+    """Memory that a step may write to: no two elements share it, and it is not a lazy view."""
+    for name, x in args.items():
+        if torch._debug_has_internal_overlap(x) == 1:  # pyright: ignore[reportPrivateImportUsage]
+            raise ValueError(f"{op}: {name} has elements that share memory (strides {x.stride()}); expected none")
+        if x.is_neg():
+            raise ValueError(f"{op}: {name} is a lazily negated view; expected plain memory (resolve_neg())")
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes between the first and the last element of each meet."""
+
+    def span(x: torch.Tensor) -> tuple[int, int]:
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
 
 
 def check_heads(op: str, H: int, HV: int) -> None:

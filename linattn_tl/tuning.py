@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune import build, table, target, tuner
+from autotune import build, target, tuner
 from autotune.pool import Outcome, run_tasks
-from autotune.tuner import Plan, Report, Task, Workers
+from autotune.tuner import Plan, Report, Workers
 from linattn_tl import loader, registry, settings, trials
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
 
-WORKERS = Workers("linattn_tl.trials:build_candidate", "linattn_tl.trials:time_group")
+WORKERS = Workers(loader.BUILDER, "linattn_tl.trials:time_group")
 
 
 def make_plan(
@@ -80,9 +80,7 @@ def build_best(
     for device in (target.named(a) for a in archs):
         for kernel in trials.all_kernels():
             for dtype in dtypes:
-                problem = Problem(kernel.op, dtype, 64, 64)
-                config = table.ordered_configs(kernel, problem, device, loader.tables(device))[0]
-                tasks.append(Task(kernel.name, dtype, tuple(sorted(vars(config).items())), device.arch, True))
+                tasks.append(loader.best_task(kernel, dtype, device))
     done: list[dict[str, Any]] = []
 
     def on_result(outcome: Outcome) -> None:

@@ -22,14 +22,6 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def default_threads():
-    """Cases set torch's threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def tokens(T: int = 128, D: int = 16) -> list[torch.Tensor]:
     return [torch.randn(1, T, 2, D) for _ in "qkv"]
 

@@ -1,4 +1,4 @@
-"""The example that newcomers copy: it learns, and generating from the state equals reading everything again."""
+"""The examples: the byte model learns and generates from its state alone, and the demo notices a wrong op."""
 
 import json
 import math
@@ -7,7 +7,8 @@ import sysconfig
 import pytest
 import torch
 
-from examples import byte_lm
+import linattn_tl
+from examples import byte_lm, demo
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +18,7 @@ def small(monkeypatch):
     monkeypatch.setattr(byte_lm, "GENERATE", 40)
     monkeypatch.setattr(byte_lm, "VALID_BATCHES", 2)
     monkeypatch.setattr(byte_lm, "read_text", lambda: (TEXT, TEXT[: len(TEXT) // 2]))
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 TEXT = byte_lm.as_tensor(b"for i in range(10):\n    print(i)\n" * 50)
@@ -111,3 +109,15 @@ def test_bad_arguments_are_refused(args, capsys):
         byte_lm.main(args)
     assert stopped.value.code == 2
     assert "positive" in capsys.readouterr().err
+
+
+def test_the_demo_compares_the_ops_with_the_definition(capsys):
+    assert demo.check_ops()
+    assert capsys.readouterr().out.count(" ok\n") == 3
+
+
+def test_the_demo_notices_a_wrong_op(monkeypatch, capsys):
+    right = linattn_tl.linear_attention
+    monkeypatch.setattr(linattn_tl, "linear_attention", lambda *args: (right(*args)[0] * 1.001, None))
+    assert not demo.check_ops()
+    assert "WRONG" in capsys.readouterr().out

@@ -9,7 +9,8 @@
 //     state, vector  pointer to the initial value or 0, pointer to the final value or 0 (both contiguous, fp32)
 //     pool           pointer, slot stride, head stride
 //
-// Results do not depend on the number of threads: each (sequence, segment, head) is computed by one thread.
+// Each (sequence, segment, head) is computed by one thread, whichever it is: results depend on the number of
+// segments, which the caller chooses, and not on the number of threads.
 #pragma once
 #include <dlfcn.h>
 

@@ -130,7 +130,7 @@ def linear_attention_decode(
     """
     tokens, opt, kv, z = _bind_decode(q, k, v, state, feature_map, normalize, scale, eps, slots, out)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-    if torch.compiler.is_compiling():
+    if apply.traced(q, k, v, kv, z):
         torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, o, slots, *opt[:5], backend)
     else:
         _decode_into(*tokens, kv, z, o, slots, opt, backend)
@@ -148,7 +148,16 @@ def _features(op: str, q: Any, k: Any, feature_map: FeatureMap) -> tuple[Any, An
         return q, k, feature_map
     if not callable(feature_map):
         raise TypeError(f"{op}: feature_map is {type(feature_map).__name__}; expected a string or a callable")
-    return feature_map(q), feature_map(k), "identity"
+    mapped = feature_map(q), feature_map(k)
+    for name, x, y in (("q", q, mapped[0]), ("k", k, mapped[1])):
+        want = (*x.shape[:-1], mapped[0].shape[-1] if isinstance(mapped[0], torch.Tensor) and mapped[0].ndim else 0)
+        if not isinstance(y, torch.Tensor) or tuple(y.shape) != want or y.device != x.device:
+            got = f"{tuple(y.shape)} on {y.device}" if isinstance(y, torch.Tensor) else type(y).__name__
+            raise ValueError(
+                f"{op}: feature_map made {got} of {name} {tuple(x.shape)}; expected a tensor on {x.device} of the same "
+                "shape but for the last size, which q and k share"
+            )
+    return *mapped, "identity"
 
 
 def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> tuple[Any, Any]:
@@ -177,7 +186,8 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
 
 
 def _autocast(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _one_dtype(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -218,7 +228,7 @@ def _bind(
     cu_seqlens: Any = None,
 ) -> tuple[tuple[Any, ...], Options]:
     """Every check that needs no values; returns the differentiable inputs and the options."""
-    shapes.check_tensors(NAME, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    shapes.check_tensors(NAME, q=q, k=k, v=v)
     sizes = _sizes.__wrapped__ if torch.compiler.is_compiling() else _sizes
     B, T, T_k, H, HV = sizes(q.shape, k.shape, v.shape, causal)
     if not q.device == k.device == v.device:
@@ -227,6 +237,7 @@ def _bind(
     q, k, v = _one_dtype(NAME, q, k, v)
     K, N = q.shape[-1], B
     if cu_seqlens is not None:
+        shapes.check_tensors(NAME, cu_seqlens=cu_seqlens)
         shapes.bind_shapes(NAME, cu_seqlens=(cu_seqlens, "N+1"))
         shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         shapes.check_device(NAME, "q", q.device, cu_seqlens=cu_seqlens)
@@ -268,28 +279,36 @@ def _bind_decode(
     slots: Any = None,
     out: Any = None,
 ) -> tuple[tuple[Any, Any, Any], Options, Any, Any]:
-    shapes.check_tensors(DECODE, q=q, k=k, v=v, slots=slots, out=out)
+    shapes.check_tensors(DECODE, q=q, k=k, v=v)
     sizes = _decode_sizes.__wrapped__ if torch.compiler.is_compiling() else _decode_sizes
     B, H, HV = sizes(q.shape, k.shape, v.shape, None if out is None else out.shape)
     if not q.device == k.device == v.device:
         shapes.check_device(DECODE, "q", q.device, k=k, v=v)
     q, k, phi = _features(DECODE, q, k, feature_map)
     if out is not None:
+        shapes.check_tensors(DECODE, out=out)
         shapes.check_dtype(DECODE, "out", out, (v.dtype,))
         shapes.check_device(DECODE, "q", q.device, out=out)
     q, k, v = _one_dtype(DECODE, q, k, v)
     n = {"P": B, "H": H, "HV": HV, "K": q.shape[-1], "V": v.shape[-1]}
     if slots is not None:
+        shapes.check_tensors(DECODE, slots=slots)
         shapes.bind_shapes(DECODE, q=((B,), "B"), slots=(slots, "B"))
         shapes.check_dtype(DECODE, "slots", slots, (torch.int32, torch.int64))
         shapes.check_device(DECODE, "q", q.device, slots=slots)
-        n["P"] = state[0].shape[0] if isinstance(state, tuple) and hasattr(state[0], "shape") else B
+        pool = state[0] if isinstance(state, tuple) and state else None
+        n["P"] = pool.shape[0] if isinstance(pool, torch.Tensor) and pool.ndim else B
     if state is None:
         raise TypeError(f"{DECODE}: state is None; expected LinearState or a (kv, z) tuple")
+    if not torch.compiler.is_compiling() and apply.transformed():
+        raise NotImplementedError(
+            f"{DECODE}: a step in place has no derivative and no batch rule; under torch.func and forward-mode AD "
+            "expected linear_attention with initial_state and output_final_state"
+        )
     kv, z = _check_state(DECODE, "state", state, n, "P", q)
     if torch.is_grad_enabled():
-        for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z)):
-            if x.requires_grad:
+        for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z), ("out", out)):
+            if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
                 )
@@ -307,7 +326,11 @@ def _decode_sizes(q: Any, k: Any, v: Any, out: Any) -> tuple[int, int, int]:
 
 
 def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str) -> None:
-    """Checks that read values, then the step itself."""
+    """Checks that read values or memory, then the step itself."""
+    shapes.check_writable(DECODE, **{"state.kv": kv, "state.z": z, "out": out})
+    for name, x in (("state.kv", kv), ("state.z", z)):
+        if shapes.overlap(out, x):
+            raise ValueError(f"{DECODE}: out shares memory with {name}; expected memory of its own")
     if slots is not None:
         shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
     choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)
@@ -347,7 +370,7 @@ OP = Op(
     name=NAME,
     call=linear_attention,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind(*args, **kwargs)[0]),
-    impls=loader.impls(_KERNELS, CpuRunner, TorchRunner, trial.check),
+    impls=loader.impls(_KERNELS, CpuRunner, TorchRunner),
     kernels=_KERNELS,
     compiled=CpuRunner,
     trial=trial,
@@ -368,7 +391,7 @@ DECODE_OP = Op(
     name=DECODE,
     call=linear_attention_decode,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind_decode(*args, **kwargs)[0], DECODE),
-    impls=loader.impls((kernels.DECODE,), CpuDecode, lambda: decode, trial.check),
+    impls=loader.impls((kernels.DECODE,), CpuDecode, lambda: decode),
     kernels=(kernels.DECODE,),
     compiled=CpuDecode,
     trial=trial,

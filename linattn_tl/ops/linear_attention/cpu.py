@@ -50,6 +50,8 @@ def _threads(macs: int) -> int:
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its last dimension is not contiguous: a kernel reads any other strides."""
+    if x.is_neg():
+        x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
@@ -85,7 +87,7 @@ NO_STATES = States()
 def _contiguous(kv: torch.Tensor | None, z: torch.Tensor | None) -> States:
     if kv is None and z is None:
         return NO_STATES
-    return States(None if kv is None else kv.contiguous(), None if z is None else z.contiguous())
+    return States(*(None if x is None else x.resolve_neg().contiguous() for x in (kv, z)))
 
 
 def _empty_states(walk: Walk, like: torch.Tensor, count: int) -> States:

@@ -5,6 +5,7 @@ chunked, on any device and dtype, differentiable any number of times.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -117,6 +118,12 @@ def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, op
     return torch.cat(o, 1), torch.cat(kvs), torch.cat(zs), torch.cat(dens, 1)
 
 
+def _full_precision(x: torch.Tensor) -> Any:
+    """No autocast inside: it would do the fp32 sums in 16 bits."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 class TorchRunner:
     """The torch backend, and with form=recurrent the definition."""
 
@@ -126,9 +133,14 @@ class TorchRunner:
         self.form = form
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, Any]:
-        o, kv, z, den = packed(self.form, inputs, lengths, opt)
-        keep = opt.output_final_state
-        return (o, kv if keep else None, z if keep else None), (den, None, None)
+        with _full_precision(inputs[0]):
+            o, kv, z, den = packed(self.form, inputs, lengths, opt)
+        # without a token the sums are the initial tensors themselves, which belong to the caller
+        kv, z = (x.clone() if x is given else x for x, given in zip((kv, z), inputs[3:], strict=True))
+        nothing = (None, None)
+        if opt.output_final_state:
+            return (o, kv, z), (den, *nothing)
+        return (o, *nothing), (den, *(nothing if opt.causal else (kv, z)))
 
     def backward(
         self,
@@ -166,9 +178,10 @@ def decode(q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, ou
         return out
     rows = torch.arange(q.shape[0], device=q.device) if slots is None else slots.long()
     live = rows >= 0
-    out.zero_()
     picked = rows[live]
-    o, new_kv, new_z, _ = recurrent(q[live], k[live], v[live], kv[picked], z[picked], opt)
+    with _full_precision(q):
+        o, new_kv, new_z, _ = recurrent(q[live], k[live], v[live], kv[picked], z[picked], opt)
     kv[picked], z[picked] = new_kv.to(kv.dtype), new_z.to(z.dtype)
     out[live] = o.to(out.dtype)
+    out[~live] = 0  # last: out may be one of the inputs
     return out
