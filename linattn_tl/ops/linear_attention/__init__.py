@@ -150,12 +150,13 @@ def _features(op: str, q: Any, k: Any, feature_map: FeatureMap) -> tuple[Any, An
         raise TypeError(f"{op}: feature_map is {type(feature_map).__name__}; expected a string or a callable")
     mapped = feature_map(q), feature_map(k)
     for name, x, y in (("q", q, mapped[0]), ("k", k, mapped[1])):
-        want = (*x.shape[:-1], mapped[0].shape[-1] if isinstance(mapped[0], torch.Tensor) and mapped[0].ndim else 0)
-        if not isinstance(y, torch.Tensor) or tuple(y.shape) != want or y.device != x.device:
-            got = f"{tuple(y.shape)} on {y.device}" if isinstance(y, torch.Tensor) else type(y).__name__
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(f"{op}: feature_map made {type(y).__name__} of {name}; expected a tensor")
+        want = (*x.shape[:-1], mapped[0].shape[-1] if mapped[0].ndim else 0)
+        if tuple(y.shape) != want or y.device != x.device:
             raise ValueError(
-                f"{op}: feature_map made {got} of {name} {tuple(x.shape)}; expected a tensor on {x.device} of the same "
-                "shape but for the last size, which q and k share"
+                f"{op}: feature_map made {tuple(y.shape)} on {y.device} of {name} {tuple(x.shape)}; expected the same "
+                f"shape but for the last size, which q and k share, on {x.device}"
             )
     return *mapped, "identity"
 
