@@ -2,7 +2,8 @@
 
 A runner computes
 
-    forward(inputs, lengths, options) -> (outputs, saved), None for an output that was not asked for
+    forward(inputs, lengths, options, keep=True) -> (outputs, saved), None for an output that was not asked for, or for
+        what only backward needs when keep is False
     backward(inputs, outputs, saved, lengths, grads, needs, options) -> a gradient or None for each input
 
 One with differentiable = True is written in plain torch; any other goes through the autograd.Function here, whose
@@ -46,7 +47,7 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
         return choice.runner.forward(inputs, lengths, options)[0]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Apply.apply(choice.runner, op, lengths, options, *inputs)
-    return choice.runner.forward(inputs, lengths, options)[0]
+    return choice.runner.forward(inputs, lengths, options, keep=False)[0]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

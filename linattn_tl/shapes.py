@@ -43,17 +43,20 @@ def check_tensors(op: str, **args: Any) -> None:
             raise ValueError(f"{op}: {name} has layout {x.layout}; expected torch.strided")
 
 
-def check_writable(op: str, **args: torch.Tensor) -> None:
+def check_writable(op: str, name: str, x: torch.Tensor) -> None:
     """Memory that a step may write to: no two elements share it, and it is not a lazy view."""
-    for name, x in args.items():
-        if torch._debug_has_internal_overlap(x) == 1:  # pyright: ignore[reportPrivateImportUsage]
-            raise ValueError(f"{op}: {name} has elements that share memory (strides {x.stride()}); expected none")
-        if x.is_neg():
-            raise ValueError(f"{op}: {name} is a lazily negated view; expected plain memory (resolve_neg())")
+    if torch._debug_has_internal_overlap(x) == 1:  # pyright: ignore[reportPrivateImportUsage]
+        raise ValueError(f"{op}: {name} has elements that share memory (strides {x.stride()}); expected none")
+    if x.is_neg():
+        raise ValueError(f"{op}: {name} is a lazily negated view; expected plain memory (resolve_neg())")
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the bytes between the first and the last element of each meet."""
+
+    def memory(x: torch.Tensor) -> tuple[int, int]:
+        storage = x.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     def span(x: torch.Tensor) -> tuple[int, int]:
         last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -61,8 +64,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
         return False
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+    return all(x[0] < y[1] and y[0] < x[1] for x, y in ((of(a), of(b)) for of in (memory, span)))
 
 
 def check_heads(op: str, H: int, HV: int) -> None:
@@ -70,10 +72,10 @@ def check_heads(op: str, H: int, HV: int) -> None:
         raise ValueError(f"{op}: v has HV = {HV} heads; expected a multiple of H = {H} (H from q)")
 
 
-def check_dtype(op: str, name: str, x: Any, allowed: Sequence[Any]) -> None:
-    if x.dtype not in allowed:
+def check_dtype(op: str, name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    if dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise TypeError(f"{op}: {name} has dtype {str(x.dtype).removeprefix('torch.')}; expected {names}")
+        raise TypeError(f"{op}: {name} has dtype {str(dtype).removeprefix('torch.')}; expected {names}")
 
 
 def check_device(op: str, owner: str, device: Any, **args: Any) -> None:

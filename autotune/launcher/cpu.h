@@ -3,11 +3,16 @@
 // A built object is: tile.h, the C++ that TileLang emitted, this file, and a generated `Spec` that says what the
 // kernel's parameters are. It needs only libc and libstdc++'s headers: no torch, no Python, no tile compiler.
 //
-// The one entry takes a block of 8-byte words, packed by autotune/launcher/cpu.py:
-//   HEADER words, the kernel's scalars (integers, or doubles), then for every tensor argument
-//     token          pointer, sequence stride, token stride, head stride
-//     state, vector  pointer to the initial value or 0, pointer to the final value or 0 (both contiguous, fp32)
-//     pool           pointer, slot stride, head stride
+// The one entry takes a block of 8-byte words, packed by autotune/launcher/cpu.py. What changes from call to call comes
+// first, so that the rest can be kept:
+//   cu_seqlens or 0, slots or 0 (int64)
+//   for every tensor argument   token, pool     its address
+//                               state, vector   address of the initial value or 0, and of the final value or 0
+//                                               (both contiguous, fp32)
+//   Header                      sizes and how to walk them
+//   the kernel's scalars        integers, or doubles
+//   for every tensor argument   token           sequence, token and head stride
+//                               pool            slot and head stride
 //
 // Each (sequence, segment, head) is computed by one thread, whichever it is: results depend on the number of
 // segments, which the caller chooses, and not on the number of threads.
@@ -31,7 +36,7 @@ struct ArgSpec {
   int size;          // bytes an element
 };
 
-enum Header { N, T, H, HEADS, K, V, CU_SEQLENS, SLOTS, SEGMENTS, SEGMENT_STATES, THREADS, HEADER };
+enum Header { N, T, H, HEADS, K, V, SEGMENTS, SEGMENT_STATES, THREADS, HEADER };
 
 // What one kernel call gets; the generated Spec::run hands it on in the emitted function's order.
 template <int ARGS>
@@ -78,8 +83,10 @@ template <class Spec>
 struct Launch {
   static constexpr int ARGS = Spec::ARGS;
 
-  const int64_t* call;
-  const int64_t* words[ARGS];  // each argument's words
+  const int64_t *cu, *slots;
+  const int64_t* call;             // the Header
+  const int64_t* address[ARGS];    // each argument's addresses
+  const int64_t* stride[ARGS];     // and strides
   int64_t group;               // q/k heads that one item walks together, chunk by chunk
   int64_t groups, items;
   int64_t scratch_floats;  // one head's working states
@@ -87,13 +94,19 @@ struct Launch {
   std::atomic<int64_t> next{0};
   std::atomic<int> failed{0};
 
-  explicit Launch(const int64_t* block) : call(block) {
-    const int64_t* word = block + HEADER + Spec::SCALARS;
+  explicit Launch(const int64_t* block) : cu((const int64_t*)block[0]), slots((const int64_t*)block[1]) {
+    const int64_t* word = block + 2;
+    for (int a = 0; a < ARGS; ++a) {
+      address[a] = word;
+      word += Spec::args[a].role == STATE || Spec::args[a].role == VECTOR ? 2 : 1;
+    }
+    call = word;
+    word += HEADER + Spec::SCALARS;
     scratch_floats = 0;
     for (int a = 0; a < ARGS; ++a) {
-      words[a] = word;
       const Role role = Spec::args[a].role;
-      word += role == TOKEN ? 4 : role == POOL ? 3 : 2;
+      stride[a] = word;
+      word += role == TOKEN ? 3 : role == POOL ? 2 : 0;
       offset[a] = scratch_floats;
       if (role == STATE) scratch_floats += call[HEADS] * panels(a).size();
       if (role == VECTOR) scratch_floats += ceil_div(call[K], Spec::BLOCK) * Spec::BLOCK;
@@ -119,7 +132,7 @@ struct Launch {
   // Working states of one head: copied in before its first chunk, and out after its last.
   void load_states(float* scratch, int64_t index, int64_t h) const {
     for (int a = 0; a < ARGS; ++a) {
-      const float* initial = (const float*)words[a][0];
+      const float* initial = (const float*)address[a][0];
       if (Spec::args[a].role == VECTOR) {
         float* z = scratch + offset[a];
         memset(z, 0, sizeof(float) * ceil_div(call[K], Spec::BLOCK) * Spec::BLOCK);
@@ -139,7 +152,7 @@ struct Launch {
     for (int a = 0; a < ARGS; ++a) {
       const Role role = Spec::args[a].role;
       if (role != STATE && role != VECTOR) continue;
-      float* final = (float*)words[a][1];
+      float* final = (float*)address[a][1];
       if (!final) continue;
       if (role == VECTOR) {
         memcpy(final + (index * call[H] + h) * call[K], scratch + offset[a], sizeof(float) * call[K]);
@@ -155,22 +168,21 @@ struct Launch {
   }
 
   void run_chunk(float* scratch, int64_t n, int64_t h, int64_t token, int64_t rows) const {
-    const int64_t* cu = (const int64_t*)call[CU_SEQLENS];
-    const int64_t* slots = (const int64_t*)call[SLOTS];
     const int64_t slot = slots ? slots[n] : n;
     Step<ARGS> step;
     for (int a = 0; a < ARGS; ++a) {
-      const int64_t* w = words[a];
+      char* data = (char*)address[a][0];
+      const int64_t* s = stride[a];
       const int64_t head = Spec::args[a].value_heads ? h * call[HEADS] : h;
       switch (Spec::args[a].role) {
         case TOKEN:
-          step.data[a] = (char*)w[0] + Spec::args[a].size * ((cu ? 0 : n * w[1]) + token * w[2] + head * w[3]);
-          step.row[a] = w[2];
-          step.head[a] = w[3];
+          step.data[a] = data + Spec::args[a].size * ((cu ? 0 : n * s[0]) + token * s[1] + head * s[2]);
+          step.row[a] = s[1];
+          step.head[a] = s[2];
           break;
         case POOL:
-          step.data[a] = (char*)w[0] + Spec::args[a].size * ((slot < 0 ? 0 : slot) * w[1] + head * w[2]);
-          step.head[a] = w[2];
+          step.data[a] = data + Spec::args[a].size * ((slot < 0 ? 0 : slot) * s[0] + head * s[1]);
+          step.head[a] = s[1];
           break;
         default:
           step.data[a] = (char*)(scratch + offset[a]);
@@ -186,7 +198,6 @@ struct Launch {
   }
 
   void run_item(float* scratch, int64_t item) const {
-    const int64_t* cu = (const int64_t*)call[CU_SEQLENS];
     const int64_t h0 = item % groups * group;
     const int64_t h1 = h0 + group < call[H] ? h0 + group : call[H];
     const int64_t segment = item / groups % call[SEGMENTS];

@@ -15,7 +15,7 @@ from tl_kernels.spec import Kernel, Problem
 HEADER = Path(__file__).with_name("cpu.h")
 ENTRY = "linattn_launch"
 FLOAT_SCALARS = frozenset({"scale", "eps"})
-_HEADER_WORDS = 11
+_HEADER_WORDS = 9
 _STEP_FIELDS = frozenset({"rows", "K", "V", "heads", "live"})
 
 
@@ -72,22 +72,27 @@ extern "C" __attribute__((visibility("default"))) int64_t {ENTRY}(const int64_t*
 
 
 class CpuBinary:
-    """A loaded CPU kernel. Call it with a Shape's words, the scalars and each argument's words, in order."""
+    """A loaded CPU kernel.
+
+    A call is addresses(...), which change every time, and fixed(...), which a caller may keep for calls of the same
+    shapes and options, in `kept`: binary(binary.addresses(...) + binary.fixed(...)).
+    """
 
     def __init__(self, path: Path, kernel: Kernel, config: object):
         library = ctypes.CDLL(str(path))
         self._entry: Callable[[bytes], int] = getattr(library, ENTRY)
         self._entry.argtypes = [ctypes.c_char_p]
         self._entry.restype = ctypes.c_int64
-        self._pack = struct.Struct("=" + _format(kernel)).pack
+        states = sum(a.role in ("state", "vector") for a in kernel.args)
+        scalars = "".join("d" if s in FLOAT_SCALARS else "q" for s in kernel.scalars)
+        strides = sum({"token": 3, "pool": 2}.get(a.role, 0) for a in kernel.args)
+        # cu_seqlens, slots, then each argument's one or two addresses, in order
+        self.addresses: Callable[..., bytes] = struct.Struct(f"={2 + len(kernel.args) + states}q").pack
+        # the header, the scalars, each argument's strides, in order
+        self.fixed: Callable[..., bytes] = struct.Struct(f"={_HEADER_WORDS}q{scalars}{strides}q").pack
+        self.kept: dict[Any, bytes] = {}  # fixed blocks by whatever key the caller finds unique
         self.kernel, self.config, self.path = kernel, config, path
 
-    def __call__(self, *words: int | float) -> None:
-        if self._entry(self._pack(*words)):
+    def __call__(self, block: bytes) -> None:
+        if self._entry(block):
             raise MemoryError(f"{self.kernel.name}: no memory for the working states")
-
-
-def _format(kernel: Kernel) -> str:
-    scalars = "".join("d" if s in FLOAT_SCALARS else "q" for s in kernel.scalars)
-    words = {"token": "4q", "pool": "3q"}
-    return f"{_HEADER_WORDS}q{scalars}" + "".join(words.get(a.role, "2q") for a in kernel.args)

@@ -58,10 +58,17 @@ def _text(report: dict[str, Any]) -> str:
     rows = []
     for call, found in report["served"].items():
         op, dtype = call.split()
-        why = "" if found["backend"] == "binary" else found["reasons"].get("binary", "").removeprefix("cannot: ")
-        rows.append((op, dtype, found["backend"] or "nothing", why))
-    title = f"what serves each op, at K = V = {report['dim']}:"
+        rows.append((op, dtype, found["backend"] or "nothing", _why(found)))
+    title = f"what serves each op, at K = V = {report['dim']} (jit: built and checked on the first call):"
     return "\n".join([*head, "", title, table(("op", "dtype", "backend", "why not a binary"), rows)])
+
+
+def _why(found: dict[str, Any]) -> str:
+    """Why it is not a stored binary; that there is none yet needs few words."""
+    if found["backend"] == "binary":
+        return ""
+    reason = found["reasons"].get("binary", "").removeprefix("cannot: ")
+    return "not built yet; `linattn-tl tune` does it" if "linattn-tl tune" in reason else reason
 
 
 def _word(value: Any) -> str:

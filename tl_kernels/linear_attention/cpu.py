@@ -11,11 +11,11 @@ and backward, with dN = dO / den, dD = -rowsum(dO * O) / den, R the state seen f
     dQ = P K + dN S^T + dD z^T       dK = P^T Q + V R^T + rz^T        dV = A^T dN + K R
     R += Q^T dN                      rz += Q^T dD
 
-Three switches make every pass out of these three kernels: `causal` (the terms inside the chunk), `emit`
-(write outputs), `carry` (update the state). Causal passes set all three; a non-causal pass first carries
-over all keys without emitting, then emits for all queries without carrying. The launcher walks the chunks, calls the
-kernel once a chunk and head, and keeps states in panels [columns / NR, rows, NR] padded with zeros, so that a
-panel is contiguous in L1 and any K and V up to 256 fit. Value heads that share a q/k head (HV > H) are walked
+Three switches make every pass out of these three kernels: `causal` (the terms inside the chunk), `emit` (write
+outputs; 2 also writes den, for a backward pass to come), `carry` (update the state). Causal passes set all three; a
+non-causal pass first carries over all keys without emitting, then emits for all queries without carrying. The
+launcher walks the chunks, calls the kernel once a chunk and head, and keeps states in panels [columns / NR, rows, NR]
+padded with zeros, so that a panel is contiguous in L1 and any K and V up to 256 fit. Value heads that share a q/k head (HV > H) are walked
 inside: they share A, P and den.
 """
 
@@ -134,8 +134,9 @@ def chunk_fwd(p: Problem, c: Config):
                     for d in T.serial(Kp):
                         total[0] += x[i * Kp + d] * z[d]
                     inv[i] = T.if_then_else(normalize > 0, T.float32(1) / total[0], T.float32(1))
-                    if i < rows:
-                        den[i * den_row] = total[0]
+                    if emit > 1:
+                        if i < rows:
+                            den[i * den_row] = total[0]
 
             for h in T.serial(heads):
                 if causal + carry > 0:

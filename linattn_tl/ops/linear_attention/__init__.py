@@ -86,7 +86,7 @@ def linear_attention(
         q, k, v, feature_map, causal, normalize, scale, eps, initial_state, output_final_state, cu_seqlens
     )
     o, kv, z = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend)
-    if o.dtype != v.dtype and not _autocast(v):
+    if o.dtype != v.dtype and _autocast_dtype(v) is None:
         o = o.to(v.dtype)
     return o, None if kv is None else LinearState(kv, z)
 
@@ -133,6 +133,8 @@ def linear_attention_decode(
     if apply.traced(q, k, v, kv, z):
         torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, o, slots, *opt[:5], backend)
     else:
+        if out is not None:
+            _check_out(out, kv, z)
         _decode_into(*tokens, kv, z, o, slots, opt, backend)
     return o
 
@@ -140,15 +142,11 @@ def linear_attention_decode(
 # ---- checks
 
 
-def _features(op: str, q: Any, k: Any, feature_map: FeatureMap) -> tuple[Any, Any, str]:
-    """q, k and the name of what is left to apply: a callable runs here, outside the kernel."""
-    if isinstance(feature_map, str):
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"{op}: feature_map is {feature_map!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
-        return q, k, feature_map
+def _features(op: str, q: Any, k: Any, feature_map: Any) -> tuple[Any, Any, str]:
+    """q and k through a callable, outside the kernel, and the name of what is left to apply."""
     if not callable(feature_map):
         raise TypeError(f"{op}: feature_map is {type(feature_map).__name__}; expected a string or a callable")
-    mapped = feature_map(q), feature_map(k)
+    mapped: tuple[Any, Any] = feature_map(q), feature_map(k)
     for name, x, y in (("q", q, mapped[0]), ("k", k, mapped[1])):
         if not isinstance(y, torch.Tensor):
             raise TypeError(f"{op}: feature_map made {type(y).__name__} of {name}; expected a tensor")
@@ -181,28 +179,27 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
         expected = tuple(n[letter] for letter in letters)
         if tuple(x.shape) != expected:
             raise ValueError(f"{op}: {part} has shape {tuple(x.shape)}; expected [{', '.join(letters)}] = {expected}")
-        shapes.check_dtype(op, part, x, (wide,))
+        shapes.check_dtype(op, part, x.dtype, (wide,))
         shapes.check_device(op, "q", q.device, **{part: x})
     return kv, z
 
 
-def _autocast(x: torch.Tensor) -> bool:
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for, or None outside of it."""
     kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
-def _one_dtype(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v in one dtype: the autocast dtype, or the one that all promote to."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPE_NAMES:
-            shapes.check_dtype(op, name, x, FLOATS)
-    if _autocast(q) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
-    elif q.dtype == k.dtype == v.dtype:
-        return q, k, v
-    else:
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def _common_dtype(op: str, dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that q, k and v are to be cast to: autocast's, or the one that all promote to. None: leave them."""
+    for name, dtype in zip("qkv", dtypes, strict=True):
+        shapes.check_dtype(op, name, dtype, FLOATS)
+    q, k, v = dtypes
+    if autocast is not None and torch.float64 not in dtypes:
+        return None if q == k == v == autocast else autocast
+    return None if q == k == v else torch.promote_types(torch.promote_types(q, k), v)
 
 
 def _options(
@@ -230,17 +227,23 @@ def _bind(
 ) -> tuple[tuple[Any, ...], Options]:
     """Every check that needs no values; returns the differentiable inputs and the options."""
     shapes.check_tensors(NAME, q=q, k=k, v=v)
-    sizes = _sizes.__wrapped__ if torch.compiler.is_compiling() else _sizes
-    B, T, T_k, H, HV = sizes(q.shape, k.shape, v.shape, causal)
     if not q.device == k.device == v.device:
         shapes.check_device(NAME, "q", q.device, k=k, v=v)
-    q, k, phi = _features(NAME, q, k, feature_map)
-    q, k, v = _one_dtype(NAME, q, k, v)
+    plain = (causal, normalize, scale, eps, output_final_state)
+    known = _known.__wrapped__ if torch.compiler.is_compiling() else _known
+    if not isinstance(feature_map, str):
+        known(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, None, "identity", *plain)
+        q, k, feature_map = _features(NAME, q, k, feature_map)
+    (B, T, T_k, H, HV), dtype, opt = known(
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, _autocast_dtype(q), feature_map, *plain
+    )
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     K, N = q.shape[-1], B
     if cu_seqlens is not None:
         shapes.check_tensors(NAME, cu_seqlens=cu_seqlens)
         shapes.bind_shapes(NAME, cu_seqlens=(cu_seqlens, "N+1"))
-        shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+        shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
         shapes.check_device(NAME, "q", q.device, cu_seqlens=cu_seqlens)
         if B != 1:
             raise ValueError(f"{NAME}: q has B = {B} with cu_seqlens; expected B = 1, sequences packed along T")
@@ -251,16 +254,26 @@ def _bind(
     if initial_state is not None:
         n = {"N": N, "H": H, "HV": HV, "K": K, "V": v.shape[-1]}
         kv, z = _check_state(NAME, "initial_state", initial_state, n, "N", q)
-    return (q, k, v, kv, z), _options(NAME, phi, causal, normalize, scale, eps, K, bool(output_final_state))
+    return (q, k, v, kv, z), opt
 
 
 @lru_cache(maxsize=1024)
-def _sizes(q: Any, k: Any, v: Any, causal: bool) -> tuple[int, int, int, int, int]:
-    """(B, T, T_k, H, HV) of three shapes that fit together. Remembered: a model calls with few shapes, many times."""
+def _known(
+    q: Any, k: Any, v: Any, q_dtype: Any, k_dtype: Any, v_dtype: Any, autocast: Any, phi: str, causal: bool,
+    normalize: bool, scale: Any, eps: Any, final: bool,
+) -> tuple[tuple[int, int, int, int, int], Any, Options]:  # fmt: skip
+    """What shapes, dtypes and plain arguments say: (B, T, T_k, H, HV), the dtype to cast to or None, the options.
+
+    Remembered, since a model calls with few of them, many times.
+    """
     n = shapes.bind_shapes(NAME, q=(q, "B T H K"), k=(k, f"B {'T' if causal else 'T_k'} H K"))
     n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
     shapes.check_heads(NAME, n["H"], n["HV"])
-    return n["B"], n["T"], n["T_k"], n["H"], n["HV"]
+    if phi not in FEATURE_MAPS:
+        raise ValueError(f"{NAME}: feature_map is {phi!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+    dtype = _common_dtype(NAME, (q_dtype, k_dtype, v_dtype), autocast)
+    opt = _options(NAME, phi, causal, normalize, scale, eps, n["K"], bool(final))
+    return (n["B"], n["T"], n["T_k"], n["H"], n["HV"]), dtype, opt
 
 
 def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
@@ -281,21 +294,29 @@ def _bind_decode(
     out: Any = None,
 ) -> tuple[tuple[Any, Any, Any], Options, Any, Any]:
     shapes.check_tensors(DECODE, q=q, k=k, v=v)
-    sizes = _decode_sizes.__wrapped__ if torch.compiler.is_compiling() else _decode_sizes
-    B, H, HV = sizes(q.shape, k.shape, v.shape, None if out is None else out.shape)
     if not q.device == k.device == v.device:
         shapes.check_device(DECODE, "q", q.device, k=k, v=v)
-    q, k, phi = _features(DECODE, q, k, feature_map)
+    plain = (normalize, scale, eps)
+    known = _decode_known.__wrapped__ if torch.compiler.is_compiling() else _decode_known
+    if not isinstance(feature_map, str):
+        known(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, None, "identity", *plain)
+        q, k, feature_map = _features(DECODE, q, k, feature_map)
+    (B, H, HV), dtype, opt = known(
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, _autocast_dtype(q), feature_map, *plain
+    )
     if out is not None:
         shapes.check_tensors(DECODE, out=out)
-        shapes.check_dtype(DECODE, "out", out, (v.dtype,))
+        letters = "B HV V" if v.ndim == 3 else "B n HV V"
+        shapes.bind_shapes(DECODE, v=(v, letters), out=(out, letters))
+        shapes.check_dtype(DECODE, "out", out.dtype, (v.dtype,))
         shapes.check_device(DECODE, "q", q.device, out=out)
-    q, k, v = _one_dtype(DECODE, q, k, v)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     n = {"P": B, "H": H, "HV": HV, "K": q.shape[-1], "V": v.shape[-1]}
     if slots is not None:
         shapes.check_tensors(DECODE, slots=slots)
         shapes.bind_shapes(DECODE, q=((B,), "B"), slots=(slots, "B"))
-        shapes.check_dtype(DECODE, "slots", slots, (torch.int32, torch.int64))
+        shapes.check_dtype(DECODE, "slots", slots.dtype, (torch.int32, torch.int64))
         shapes.check_device(DECODE, "q", q.device, slots=slots)
         pool = state[0] if isinstance(state, tuple) and state else None
         n["P"] = pool.shape[0] if isinstance(pool, torch.Tensor) and pool.ndim else B
@@ -313,25 +334,35 @@ def _bind_decode(
                 raise ValueError(
                     f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
                 )
-    return (q, k, v), _options(DECODE, phi, True, normalize, scale, eps, n["K"], True), kv, z
+    return (q, k, v), opt, kv, z
 
 
 @lru_cache(maxsize=1024)
-def _decode_sizes(q: Any, k: Any, v: Any, out: Any) -> tuple[int, int, int]:
-    """(B, H, HV) of shapes that fit together."""
+def _decode_known(
+    q: Any, k: Any, v: Any, q_dtype: Any, k_dtype: Any, v_dtype: Any, autocast: Any, phi: str, normalize: bool,
+    scale: Any, eps: Any,
+) -> tuple[tuple[int, int, int], Any, Options]:  # fmt: skip
+    """As _known: (B, H, HV), the dtype to cast to or None, the options."""
     letters = "B H K" if len(q) == 3 else "B n H K"
-    values = letters.replace("H K", "HV V")
-    n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, values), out=(out, values))
+    n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, letters.replace("H K", "HV V")))
     shapes.check_heads(DECODE, n["H"], n["HV"])
-    return n["B"], n["H"], n["HV"]
+    if phi not in FEATURE_MAPS:
+        raise ValueError(f"{DECODE}: feature_map is {phi!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+    dtype = _common_dtype(DECODE, (q_dtype, k_dtype, v_dtype), autocast)
+    return (n["B"], n["H"], n["HV"]), dtype, _options(DECODE, phi, True, normalize, scale, eps, n["K"], True)
+
+
+def _check_out(out: torch.Tensor, kv: torch.Tensor, z: torch.Tensor) -> None:
+    shapes.check_writable(DECODE, "out", out)
+    for name, x in (("state.kv", kv), ("state.z", z)):
+        if shapes.overlap(out, x):
+            raise ValueError(f"{DECODE}: out shares memory with {name}; expected memory of its own")
 
 
 def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str) -> None:
     """Checks that read values or memory, then the step itself."""
-    shapes.check_writable(DECODE, **{"state.kv": kv, "state.z": z, "out": out})
-    for name, x in (("state.kv", kv), ("state.z", z)):
-        if shapes.overlap(out, x):
-            raise ValueError(f"{DECODE}: out shares memory with {name}; expected memory of its own")
+    shapes.check_writable(DECODE, "state.kv", kv)
+    shapes.check_writable(DECODE, "state.z", z)
     if slots is not None:
         shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
     choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)

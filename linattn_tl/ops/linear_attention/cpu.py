@@ -19,10 +19,14 @@ FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}
 SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
 SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
+FULL_KEEP, EMIT_KEEP = (1, 2, 1), (0, 2, 0)  # and write den, for backward
+
+
+KEPT = 4096  # fixed blocks that a binary remembers
 
 
 class Walk(NamedTuple):
-    """What the launcher walks: sequences, heads, and how many threads do it."""
+    """What the launcher walks: sequences, heads, cuts of time, and where packed sequences begin."""
 
     N: int
     T: int
@@ -30,18 +34,13 @@ class Walk(NamedTuple):
     heads: int
     K: int
     V: int
-    cu: torch.Tensor | None = None
     segments: int = 1
     segment_states: bool = False
+    cu: torch.Tensor | None = None
 
     @property
     def threads(self) -> int:
         return _threads(self.T * self.N * self.H * self.heads * self.K * self.V)
-
-    def words(self) -> tuple[int, ...]:
-        N, T, H, heads, K, V, cu, segments, segment_states = self
-        cu_words = 0 if cu is None else cu.data_ptr()
-        return (N, T, H, heads, K, V, cu_words, 0, segments, segment_states, _threads(T * N * H * heads * K * V))
 
 
 def _threads(macs: int) -> int:
@@ -53,21 +52,6 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     if x.is_neg():
         x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
-
-
-def token_words(x: torch.Tensor | None) -> tuple[int, ...]:
-    """Pointer and the strides of [B, T, H, ...]."""
-    return (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
-
-
-def step_words(x: torch.Tensor) -> tuple[int, ...]:
-    """As token_words, of [B, H, D] (one token) or [B, n, H, D]."""
-    strides = x.stride()
-    return (x.data_ptr(), strides[0], 0, strides[1]) if len(strides) == 3 else (x.data_ptr(), *strides[:3])
-
-
-def state_words(initial: torch.Tensor | None, final: torch.Tensor | None) -> tuple[int, int]:
-    return (0 if initial is None else initial.data_ptr(), 0 if final is None else final.data_ptr())
 
 
 def _option_words(opt: Options) -> tuple[Any, ...]:
@@ -98,6 +82,45 @@ def _empty_states(walk: Walk, like: torch.Tensor, count: int) -> States:
     )
 
 
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def launch(
+    binary: CpuBinary,
+    switches: tuple[int, int, int],
+    walk: Walk,
+    opt: Options,
+    tokens: Sequence[torch.Tensor | None],
+    start: States,
+    end: States = NO_STATES,
+) -> None:
+    """Run a chunk kernel. tokens are its [B, T, H, ...] arguments in order, None where the switches leave one alone."""
+    addresses = binary.addresses(
+        _address(walk.cu),
+        0,
+        *[0 if x is None else x.data_ptr() for x in tokens],
+        _address(start.kv),
+        _address(end.kv),
+        _address(start.z),
+        _address(end.z),
+    )
+    strides = tuple([None if x is None else x.stride() for x in tokens])
+    key = (walk[:-1], switches, opt, strides, torch.get_num_threads())
+    fixed = binary.kept.get(key)
+    if fixed is None:
+        words = [w for s in strides for w in ((0, 0, 0) if s is None else s[:3])]
+        fixed = binary.fixed(*walk[:-1], walk.threads, *switches, *_option_words(opt), *words)
+        keep(binary, key, fixed)
+    binary(addresses + fixed)
+
+
+def keep(binary: CpuBinary, key: Any, fixed: bytes) -> None:
+    if len(binary.kept) >= KEPT:
+        binary.kept.clear()
+    binary.kept[key] = fixed
+
+
 class CpuRunner:
     """The binary and jit backends of linear_attention on the CPU."""
 
@@ -111,37 +134,31 @@ class CpuRunner:
 
     # ---- forward
 
-    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, Any]:
-        """(o, kv, z), and for backward den and, of a non-causal call that does not return it, the state of all keys."""
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
+        """(o, kv, z), and for backward den and, of a non-causal call that does not return it, the state of all keys.
+
+        keep=False: there will be no backward, and den is None.
+        """
         q, k, v, kv, z = inputs
         q, k, v = rows(q), rows(k), rows(v)
         walk, initial = _walk(q, v, lengths), _contiguous(kv, z)
         o = outputs.empty(q.shape[:2] + v.shape[2:], v.dtype, v.device)
-        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
+        full, emit = (FULL_KEEP, EMIT_KEEP) if keep else (FULL, EMIT)
         if not opt.causal:
             total = self._sum(k, v, walk, initial, opt)
-            self._fwd(EMIT, (q, None, None, o, den), _spread(walk, q), total, NO_STATES, opt)
+            launch(self.fwd, emit, _spread(walk, q), opt, (q, None, None, o, den), total)
             final, spare = (total.kv, total.z), (None, None)
             wanted, kept = (final, spare) if opt.output_final_state else (spare, final)
             return (o, *wanted), (den, *kept)
         cut = _cut(walk)
         final = _empty_states(walk, q, walk.N) if opt.output_final_state else NO_STATES
         if cut.segments == 1:
-            self._fwd(FULL, (q, k, v, o, den), walk, initial, final, opt)
+            launch(self.fwd, full, walk, opt, (q, k, v, o, den), initial, final)
         else:
             starts, final = self._segment_starts(k, v, cut, initial, opt)
-            self._fwd(FULL, (q, k, v, o, den), cut, starts, NO_STATES, opt)
+            launch(self.fwd, full, cut, opt, (q, k, v, o, den), starts)
         return (o, *((final.kv, final.z) if opt.output_final_state else (None, None))), (den, None, None)
-
-    def _fwd(
-        self, switches: tuple[int, ...], tokens: Sequence[Any], walk: Walk, start: States, end: States, opt: Options
-    ) -> None:
-        q, k, v, o, den = tokens
-        self.fwd(
-            *walk.words(), *switches, *_option_words(opt),
-            *token_words(q), *token_words(k), *token_words(v), *token_words(o), *token_words(den),
-            *state_words(start.kv, end.kv), *state_words(start.z, end.z),
-        )  # fmt: skip
 
     def _sum(self, k: Any, v: Any, walk: Walk, initial: States, opt: Options) -> States:
         """The state after all keys."""
@@ -149,12 +166,12 @@ class CpuRunner:
         cut = _cut(walk)
         total = _empty_states(walk, k, walk.N * cut.segments)
         start = initial if cut.segments == 1 else NO_STATES
-        self._fwd(CARRY, (None, k, v, None, None), cut, start, total, opt)
+        launch(self.fwd, CARRY, cut, opt, (None, k, v, None, None), start, total)
         return total if cut.segments == 1 else _prefix(total, initial, cut)[1]
 
     def _segment_starts(self, k: Any, v: Any, cut: Walk, initial: States, opt: Options) -> tuple[States, States]:
         parts = _empty_states(cut, k, cut.N * cut.segments)
-        self._fwd(CARRY, (None, k, v, None, None), cut, NO_STATES, parts, opt)
+        launch(self.fwd, CARRY, cut, opt, (None, k, v, None, None), NO_STATES, parts)
         return _prefix(parts, initial, cut)
 
     # ---- backward
@@ -191,12 +208,10 @@ class CpuRunner:
     def _grad_q(self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options) -> torch.Tensor:
         q, k, v = tokens[:3]
         dq = outputs.empty(q.shape, q.dtype, q.device)
-        words = [w for x in (*tokens, dq) for w in token_words(x)]
         switches, cut = (FULL, _cut(walk)) if opt.causal else (EMIT, _spread(walk, q))
         if opt.causal and cut.segments > 1:
             start, _ = self._segment_starts(k, v, cut, start, opt)
-        states = (*state_words(start.kv, None), *state_words(start.z, None))
-        self.bwd_q(*cut.words(), *switches, *_option_words(opt), *words, *states)
+        launch(self.bwd_q, switches, cut, opt, (*tokens, dq), start)
         return dq
 
     def _grad_kv(
@@ -209,36 +224,22 @@ class CpuRunner:
         if opt.causal and cut.segments == 1:
             end = _empty_states(walk, k, walk.N)
             switches = FULL if emit else CARRY
-            self._bwd_kv(switches, tokens, (dk, dv), walk, start, end, opt)
+            launch(self.bwd_kv, switches, walk, opt, (*tokens, dk, dv), start, end)
             return dk, dv, end.kv, end.z
         parts = _empty_states(walk, k, walk.N * cut.segments)
-        self._bwd_kv(CARRY, tokens, (None, None), cut, NO_STATES, parts, opt)
+        launch(self.bwd_kv, CARRY, cut, opt, (*tokens, None, None), NO_STATES, parts)
         starts, end = _prefix(parts, start, cut, reverse=True)
         if emit and opt.causal:
-            self._bwd_kv(FULL, tokens, (dk, dv), cut, starts, NO_STATES, opt)
+            launch(self.bwd_kv, FULL, cut, opt, (*tokens, dk, dv), starts)
         elif emit:
-            self._bwd_kv(EMIT, tokens, (dk, dv), _spread(walk, k), end, NO_STATES, opt)
+            launch(self.bwd_kv, EMIT, _spread(walk, k), opt, (*tokens, dk, dv), end)
         return dk, dv, end.kv, end.z
-
-    def _bwd_kv(
-        self,
-        switches: tuple[int, ...],
-        tokens: Sequence[Any],
-        grads: Sequence[Any],
-        walk: Walk,
-        start: States,
-        end: States,
-        opt: Options,
-    ) -> None:
-        words = [w for x in (*tokens, *grads) for w in token_words(x)]
-        states = (*state_words(start.kv, end.kv), *state_words(start.z, end.z))
-        self.bwd_kv(*walk.words(), *switches, *_option_words(opt), *words, *states)
 
 
 def _walk(q: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None) -> Walk:
     B, T, H, K = q.shape
     cu = None if lengths is None else lengths.to(torch.int64).contiguous()
-    return Walk(B if cu is None else cu.shape[0] - 1, T, H, v.shape[2] // H, K, v.shape[3], cu)
+    return Walk(B if cu is None else cu.shape[0] - 1, T, H, v.shape[2] // H, K, v.shape[3], cu=cu)
 
 
 def _walk_of(walk: Walk, x: torch.Tensor) -> Walk:
@@ -304,13 +305,26 @@ class CpuDecode:
         kv_strides, z_strides = kv.stride(), z.stride()
         pool_kv = kv if kv_strides[2:] == (V, 1) else kv.contiguous()
         pool_z = z if z_strides[2] == 1 else z.contiguous()
-        threads = _threads(4 * B * n * HV * K * V)  # bound by bytes: a multiply-add here costs several of a chunk's
-        self.decode(
-            B, n, H, HV // H, K, V, 0, 0 if slots is None else slots.data_ptr(), 1, 0, threads,
-            *_option_words(opt),
-            *step_words(q), *step_words(k), *step_words(v), *step_words(o),
-            pool_kv.data_ptr(), *pool_kv.stride()[:2], pool_z.data_ptr(), *pool_z.stride()[:2],
-        )  # fmt: skip
+        addresses = self.decode.addresses(
+            0,
+            _address(slots),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            o.data_ptr(),
+            pool_kv.data_ptr(),
+            pool_z.data_ptr(),
+        )
+        strides = (q.stride(), k.stride(), v.stride(), o.stride(), pool_kv.stride(), pool_z.stride())
+        key = (q.shape, v.shape, opt, strides, torch.get_num_threads())
+        fixed = self.decode.kept.get(key)
+        if fixed is None:
+            # bound by bytes: a multiply-add here costs several of a chunk's
+            sizes = (B, n, H, HV // H, K, V, 1, 0, _threads(4 * B * n * HV * K * V))
+            words = [w for s in strides[:4] for w in ((s[0], 0, s[1]) if len(s) == 3 else s[:3])]
+            fixed = self.decode.fixed(*sizes, *_option_words(opt), *words, *strides[4][:2], *strides[5][:2])
+            keep(self.decode, key, fixed)
+        self.decode(addresses + fixed)
         for pool, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
             if pool is not copy:
                 pool.copy_(copy)

@@ -132,7 +132,7 @@ class TorchRunner:
     def __init__(self, form: Callable[..., Outputs] = chunked):
         self.form = form
 
-    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, Any]:
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
         with _full_precision(inputs[0]):
             o, kv, z, den = packed(self.form, inputs, lengths, opt)
         # without a token the sums are the initial tensors themselves, which belong to the caller
