@@ -37,7 +37,7 @@ class Case:
     B: int = 1
     H: int = 8
     dtype: str = "float32"
-    rivals: tuple[str, ...] = ("eager parallel", "eager loop", "torch.compile", "SDPA")
+    rivals: tuple[str, ...] = ("eager chunked", "compile chunked", "eager tuned", "eager loop", "compile tuned", "SDPA")
     compile_loop: bool = True
 
     @property
@@ -107,7 +107,7 @@ def suite(groups: Sequence[str], threads: Sequence[int], quick: bool) -> list[Ca
 def scaling_suite(threads: int, quick: bool) -> list[Case]:
     """Time against T, for the plot. A quick run leaves out the lengths where softmax attention takes seconds."""
     lengths = [512 << i for i in range(5 if quick else 6)]
-    rival_names = ("eager parallel", "eager loop", "SDPA")
+    rival_names = ("eager chunked", "eager tuned", "eager loop", "SDPA")
     return [Case("scaling", threads, T, 64, H=4, rivals=rival_names) for T in lengths]
 
 
@@ -205,10 +205,19 @@ def _add_rival(prepared: Prepared, name: str, make: Callable[..., Contestant]) -
         prepared.contestants[name] = make(
             lambda q, k, v: linattn_tl.linear_attention(q, k, v, backend="torch")[0], "backend='torch'"
         )
-    elif name == "eager parallel":
+    elif name == "eager chunked":
+        prepared.contestants[name] = _textbook(make)
+    elif name == "compile chunked":
+        _add_compiled(prepared, name, {"textbook": _textbook(make, rivals.compiled)})
+    elif name == "eager tuned":
         prepared.chunk, prepared.contestants[name] = fastest({C: _parallel(make, C) for C in CHUNKS})
     else:
-        _add_compiled(prepared, name, make)
+        _add_compiled(prepared, name, _compiled_variants(prepared, make))
+
+
+def _textbook(make: Callable[..., Contestant], wrap: Callable[[Any], Any] = lambda f: f) -> Contestant:
+    form = wrap(rivals.chunk_textbook)
+    return make(lambda q, k, v: form(q, k, v, CHUNKS[0]), f"textbook C={CHUNKS[0]}")
 
 
 def _parallel(make: Callable[..., Contestant], chunk: int, wrap: Callable[[Any], Any] = lambda f: f) -> Contestant:
@@ -216,13 +225,17 @@ def _parallel(make: Callable[..., Contestant], chunk: int, wrap: Callable[[Any],
     return make(lambda q, k, v: form(q, k, v, chunk), f"parallel C={chunk}")
 
 
-def _add_compiled(prepared: Prepared, name: str, make: Callable[..., Contestant]) -> None:
+def _compiled_variants(prepared: Prepared, make: Callable[..., Contestant]) -> dict[str, Contestant]:
     case = prepared.case
     variants = {"parallel": _parallel(make, prepared.chunk, rivals.compiled)}
     chunk = LOOP_CHUNKS.get(case.group, 0)
     if case.compile_loop and chunk * LOOP_STEPS >= case.T:
         loop = rivals.compiled(rivals.chunk_loop)
         variants["loop"] = make(lambda q, k, v: loop(q, k, v, chunk), f"loop C={chunk}")
+    return variants
+
+
+def _add_compiled(prepared: Prepared, name: str, variants: Mapping[str, Contestant]) -> None:
     try:
         prepared.contestants[name] = fastest(variants)[1]
     except Exception as error:  # whatever its compiler raises: the others can still be measured

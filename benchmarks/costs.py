@@ -27,20 +27,20 @@ print(time.perf_counter() - start)
 
 
 class _Recorder:
-    """Stands in for a loaded kernel: passes a call on and keeps the words it was made of."""
+    """Stands in for a loaded kernel: passes a call on and keeps the block it was made of."""
 
     def __init__(self, binary: Any):
         self.binary = binary
-        self.words: tuple[Any, ...] = ()
+        self.addresses, self.fixed, self.kept = binary.addresses, binary.fixed, binary.kept
+        self.block = b""
 
-    def __call__(self, *words: Any) -> None:
-        self.words = words
-        self.binary(*words)
+    def __call__(self, block: bytes) -> None:
+        self.block = block
+        self.binary(block)
 
     def launch(self) -> Callable[[], object]:
-        """The same launch again, with its words already packed."""
-        block = self.binary._pack(*self.words)
-        return lambda: self.binary._entry(block)
+        """The same launch again, with everything already packed."""
+        return lambda: self.binary._entry(self.block)
 
 
 def overhead_us(rounds: int) -> dict[str, tuple[float, float]]:

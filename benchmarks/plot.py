@@ -8,9 +8,12 @@ from benchmarks.cases import OURS, Result
 
 COLORS = {
     OURS: "tab:red",
-    "eager parallel": "tab:blue",
+    "eager chunked": "tab:cyan",
+    "eager tuned": "tab:blue",
     "eager loop": "tab:cyan",
     "torch.compile": "tab:green",
+    "compile chunked": "tab:olive",
+    "compile tuned": "tab:green",
     "SDPA": "tab:gray",
     "eager in place": "tab:orange",
     "definition": "tab:purple",

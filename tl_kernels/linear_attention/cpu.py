@@ -15,8 +15,8 @@ Three switches make every pass out of these three kernels: `causal` (the terms i
 outputs; 2 also writes den, for a backward pass to come), `carry` (update the state). Causal passes set all three; a
 non-causal pass first carries over all keys without emitting, then emits for all queries without carrying. The
 launcher walks the chunks, calls the kernel once a chunk and head, and keeps states in panels [columns / NR, rows, NR]
-padded with zeros, so that a panel is contiguous in L1 and any K and V up to 256 fit. Value heads that share a q/k head (HV > H) are walked
-inside: they share A, P and den.
+padded with zeros, so that a panel is contiguous in L1 and any K and V up to 256 fit. Value heads that share a q/k
+head (HV > H) are walked inside: they share A, P and den.
 """
 
 from collections.abc import Sequence
