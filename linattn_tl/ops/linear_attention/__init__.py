@@ -129,7 +129,7 @@ def linear_attention_decode(
     Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20.
     """
     tokens, opt, kv, z = _bind_decode(q, k, v, state, feature_map, normalize, scale, eps, slots, out)
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    o = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
     if apply.traced(q, k, v, kv, z):
         torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, o, slots, *opt[:5], backend)
     else:
@@ -306,8 +306,9 @@ def _bind_decode(
     )
     if out is not None:
         shapes.check_tensors(DECODE, out=out)
-        letters = "B HV V" if v.ndim == 3 else "B n HV V"
-        shapes.bind_shapes(DECODE, v=(v, letters), out=(out, letters))
+        if out.shape != v.shape:
+            letters = "B HV V" if v.ndim == 3 else "B n HV V"
+            shapes.bind_shapes(DECODE, v=(v, letters), out=(out, letters))
         shapes.check_dtype(DECODE, "out", out.dtype, (v.dtype,))
         shapes.check_device(DECODE, "q", q.device, out=out)
     if dtype is not None:

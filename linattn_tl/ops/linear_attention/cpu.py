@@ -142,7 +142,8 @@ class CpuRunner:
         q, k, v, kv, z = inputs
         q, k, v = rows(q), rows(k), rows(v)
         walk, initial = _walk(q, v, lengths), _contiguous(kv, z)
-        o = outputs.empty(q.shape[:2] + v.shape[2:], v.dtype, v.device)
+        same = v.shape[1] == q.shape[1]
+        o = outputs.empty_like(v) if same else outputs.empty((*q.shape[:2], *v.shape[2:]), v.dtype, v.device)
         den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
         full, emit = (FULL_KEEP, EMIT_KEEP) if keep else (FULL, EMIT)
         if not opt.causal:
@@ -207,7 +208,7 @@ class CpuRunner:
 
     def _grad_q(self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options) -> torch.Tensor:
         q, k, v = tokens[:3]
-        dq = outputs.empty(q.shape, q.dtype, q.device)
+        dq = outputs.empty_like(q)
         switches, cut = (FULL, _cut(walk)) if opt.causal else (EMIT, _spread(walk, q))
         if opt.causal and cut.segments > 1:
             start, _ = self._segment_starts(k, v, cut, start, opt)
@@ -219,7 +220,7 @@ class CpuRunner:
     ) -> tuple[Any, Any, Any, Any]:
         """dk, dv and the gradient of the initial state, from that of the final state."""
         k, v = tokens[1:3]
-        dk, dv = (outputs.empty(x.shape, x.dtype, x.device) if emit else None for x in (k, v))
+        dk, dv = (outputs.empty_like(x) if emit else None for x in (k, v))
         cut = _cut(walk)
         if opt.causal and cut.segments == 1:
             end = _empty_states(walk, k, walk.N)
@@ -302,9 +303,8 @@ class CpuDecode:
         q, k, v = rows(q), rows(k), rows(v)
         o = out if out.stride(-1) == 1 or V == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         slots = None if slots is None else slots.to(torch.int64).contiguous()
-        kv_strides, z_strides = kv.stride(), z.stride()
-        pool_kv = kv if kv_strides[2:] == (V, 1) else kv.contiguous()
-        pool_z = z if z_strides[2] == 1 else z.contiguous()
+        pool_kv = kv if kv.stride()[2:] == (V, 1) else kv.contiguous()
+        pool_z = z if z.stride(-1) == 1 else z.contiguous()
         addresses = self.decode.addresses(
             0,
             _address(slots),
