@@ -20,18 +20,19 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def token_words(x: np.ndarray) -> list[int]:
-    return [x.ctypes.data, *(s // x.itemsize for s in x.strides[:3])]
+def strides(x: np.ndarray) -> list[int]:
+    return [s // x.itemsize for s in x.strides[:3]]
 
 
 def launch(binary: CpuBinary, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Any]:
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     o, den = np.full((B, T, HV, V), np.nan, np.float32), np.full((B, T, H), np.nan, np.float32)
     kv, z = np.full((B, HV, K, V), np.nan, np.float32), np.full((B, H, K), np.nan, np.float32)
-    tokens = [word for x in (q, k, v, o, den) for word in token_words(x)]
-    switches = (1, 1, 1, 0, 1, 1.0, 1e-6)  # causal, emit, carry, elu1, normalize, scale, eps
-    states = (0, kv.ctypes.data, 0, z.ctypes.data)
-    binary(B, T, H, HV // H, K, V, 0, 0, 1, 0, 3, *switches, *tokens, *states)
+    tokens = (q, k, v, o, den)
+    addresses = binary.addresses(0, 0, *(x.ctypes.data for x in tokens), 0, kv.ctypes.data, 0, z.ctypes.data)
+    walk = (B, T, H, HV // H, K, V, 1, 0, 3)
+    switches = (1, 2, 1, 0, 1, 1.0, 1e-6)  # causal, emit and write den, carry, elu1, normalize, scale, eps
+    binary(addresses + binary.fixed(*walk, *switches, *(s for x in tokens for s in strides(x))))
     return {"o": o, "den": den, "kv": kv, "z": z}
 
 

@@ -176,10 +176,14 @@ def decode(q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, ou
     if q.ndim == 3:
         decode(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), kv, z, slots, opt, out.unsqueeze(1))
         return out
-    rows = torch.arange(q.shape[0], device=q.device) if slots is None else slots.long()
-    live = rows >= 0
-    picked = rows[live]
     with _full_precision(q):
+        if slots is None:
+            o, new_kv, new_z, _ = recurrent(q, k, v, kv, z, opt)
+            kv.copy_(new_kv)
+            z.copy_(new_z)
+            return out.copy_(o)
+        live = slots >= 0
+        picked = slots[live].long()
         o, new_kv, new_z, _ = recurrent(q[live], k[live], v[live], kv[picked], z[picked], opt)
     kv[picked], z[picked] = new_kv.to(kv.dtype), new_z.to(z.dtype)
     out[live] = o.to(out.dtype)
