@@ -31,6 +31,7 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
+    "-Wl,--as-needed",  # nothing of libstdc++ is used, so it need not be there
     "-w",
 )
 TILELANG = "0.1.15"

@@ -26,9 +26,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a table; an absent or damaged file has none, so it can only be slow."""
     try:
         rows = json.loads(path.read_text())["rows"]
-        return [row for row in rows if row_key(row) and isinstance(row["config"], dict)]
+        return [row for row in rows if _usable(row)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def _usable(row: Any) -> bool:
+    """Whether a row says what it must, in the types that it must."""
+    if not isinstance(row, dict) or not isinstance(row.get("config"), dict):
+        return False
+    sizes, names = (row.get("K"), row.get("V")), (row.get("kernel"), row.get("dtype"))
+    right_sizes = all(type(n) is int and n > 0 for n in sizes) and all(type(n) is int for n in row["config"].values())
+    return right_sizes and all(isinstance(n, str) for n in names)
 
 
 def write_rows(path: Path, arch: str, rows: Iterable[dict[str, Any]]) -> None:

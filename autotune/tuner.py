@@ -76,7 +76,7 @@ class Report:
     candidates: int = 0
     built: int = 0  # in this run
     found: int = 0  # already in the store
-    skipped: int = 0  # no time left
+    skipped: int = 0  # candidates not built, and groups not timed, for lack of time
     dropped: list[dict[str, str]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -132,7 +132,7 @@ def tune(
     report = Report()
     failed = {f["key"] for f in journal.read() if f.get("event") == "dropped" and f.get("device") == plan.device.name}
     usable = _build_all(plan, workers, journal, has_binary, progress, report, failed, start)
-    report.rows = _time_all(plan, workers, journal, progress, usable, start)
+    report.rows = _time_all(plan, workers, journal, progress, usable, report, start)
     report.seconds = time.monotonic() - start
     return report
 
@@ -241,6 +241,7 @@ def _time_all(
     journal: Journal,
     progress: Progress,
     usable: Sequence[tuple[Kernel, str, Any]],
+    report: Report,
     start: float,
 ) -> list[dict[str, Any]]:
     groups = _groups(plan, usable)
@@ -257,6 +258,12 @@ def _time_all(
         if outcome.status == "ok":
             rows[i] = _row(plan, groups[i], outcome.value)
             journal.append({"event": "timed", "group": _identity(plan, groups[i]), "row": rows[i]})
+        elif outcome.status == "skipped":
+            report.skipped += 1
+        else:  # not journaled: what crashed here may have been another process's doing, and is tried again
+            g = groups[i]
+            what = {"kernel": g.kernel, "dtype": g.dtype, "config": f"timing at K={g.K} V={g.V}"}
+            report.dropped.append({**what, "why": f"{outcome.status}: {outcome.error}"})
         progress("time", done, len(groups))
 
     run_tasks(

@@ -8,7 +8,7 @@ from autotune import build, target, tuner
 from autotune.pool import Outcome, run_tasks
 from autotune.tuner import Plan, Report, Workers
 from linattn_tl import loader, registry, settings, trials
-from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target, check_dtype_name
 
 WORKERS = Workers(loader.BUILDER, "linattn_tl.trials:time_group")
 
@@ -27,8 +27,7 @@ def make_plan(
     if build.tools().missing:
         raise RuntimeError(f"tuning builds kernels, and {build.tools().missing}")
     for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+        check_dtype_name(dtype)
     for K, V in dims:
         if not (1 <= K <= MAX_HEAD_DIM and 1 <= V <= MAX_HEAD_DIM):
             raise ValueError(f"head dims are {K}x{V}; expected 1 to {MAX_HEAD_DIM}")
@@ -76,6 +75,8 @@ def build_best(
     """Build the best known config of every kernel for each architecture; checked where this machine can run it."""
     if build.tools().missing:
         raise RuntimeError(f"building needs a compiler, and {build.tools().missing}")
+    for dtype in dtypes:
+        check_dtype_name(dtype)
     tasks = []
     for device in (target.named(a) for a in archs):
         for kernel in trials.all_kernels():

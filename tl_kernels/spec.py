@@ -41,6 +41,13 @@ class Problem(NamedTuple):
     device: str = "cpu"
 
 
+def check_dtype_name(dtype: str, *more: str) -> None:
+    """ValueError for a dtype that no compiled kernel (and none of `more`) knows."""
+    known = (*DTYPES, *more)
+    if dtype not in known:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(known)}")
+
+
 class Config(Protocol):
     """A schedule: a frozen dataclass of ints, one point of a kernel's search space."""
 

@@ -48,6 +48,9 @@ struct Step {
   const int64_t* scalars;
 };
 
+// Segments begin at multiples of this, so that kernels with different chunks cut a sequence at the same tokens.
+constexpr int64_t SEGMENT_ALIGN = 256;
+
 inline double as_double(int64_t word) {
   double x;
   memcpy(&x, &word, sizeof x);
@@ -82,6 +85,7 @@ struct Panels {
 template <class Spec>
 struct Launch {
   static constexpr int ARGS = Spec::ARGS;
+  static_assert(SEGMENT_ALIGN % Spec::CHUNK == 0, "a chunk must not cross a segment's end");
 
   const int64_t *cu, *slots;
   const int64_t* call;             // the Header
@@ -203,15 +207,15 @@ struct Launch {
     const int64_t segment = item / groups % call[SEGMENTS];
     const int64_t n = item / groups / call[SEGMENTS];
     const int64_t begin = cu ? cu[n] : 0, end = cu ? cu[n + 1] : call[T];
-    const int64_t chunks = ceil_div(end - begin, Spec::CHUNK);
-    const int64_t share = ceil_div(chunks, call[SEGMENTS]);
-    const int64_t first = segment * share < chunks ? segment * share : chunks;
-    const int64_t last = first + share < chunks ? first + share : chunks;
+    const int64_t share = ceil_div(ceil_div(end - begin, SEGMENT_ALIGN), call[SEGMENTS]) * SEGMENT_ALIGN;
+    const int64_t from = segment * share < end - begin ? begin + segment * share : end;
+    const int64_t to = share < end - from ? from + share : end;
+    const int64_t chunks = ceil_div(to - from, Spec::CHUNK);
     const int64_t index = state_index(n, segment);
     for (int64_t h = h0; h < h1; ++h) load_states(scratch + (h - h0) * scratch_floats, index, h);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t token = begin + (Spec::REVERSE ? first + last - 1 - i : i) * Spec::CHUNK;
-      const int64_t rows = end - token < Spec::CHUNK ? end - token : Spec::CHUNK;
+    for (int64_t i = 0; i < chunks; ++i) {
+      const int64_t token = from + (Spec::REVERSE ? chunks - 1 - i : i) * Spec::CHUNK;
+      const int64_t rows = to - token < Spec::CHUNK ? to - token : Spec::CHUNK;
       for (int64_t h = h0; h < h1; ++h) run_chunk(scratch + (h - h0) * scratch_floats, n, h, token, rows);
     }
     for (int64_t h = h0; h < h1; ++h) store_states(scratch + (h - h0) * scratch_floats, index, h);
@@ -234,9 +238,9 @@ struct Launch {
   int64_t run() {
     typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
     // torch's own OpenMP runtime, so that its threads are used and not doubled; a process without one runs serially
-    static const Parallel parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
     const int64_t threads = call[THREADS] < items ? call[THREADS] : items;
-    if (threads > 1 && parallel)
+    const Parallel parallel = threads > 1 ? (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel") : nullptr;
+    if (parallel)
       parallel(work, this, (unsigned)threads, 0);
     else
       work();

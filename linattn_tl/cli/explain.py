@@ -18,9 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from linattn_tl import registry
-    from tl_kernels.spec import Problem
+    from tl_kernels.spec import Problem, check_dtype_name
 
     op = registry.get_op(args.op)
+    check_dtype_name(args.dtype, "float64")
     problem = Problem(op.name, args.dtype, args.K, args.V or args.K, args.device)
     found = registry.explain_problem(op, problem, args.backend)
     if args.json:

@@ -243,7 +243,6 @@ def instructions(path: Path) -> str:
     return output_of("objdump", "--disassemble", "--no-show-raw-insn", path)
 
 
-@pytest.mark.xfail(strict=True, reason="libstdc++.so.6 is needed: a static inside Launch::run has a guard")
 def test_an_object_needs_the_c_library_alone(forward: Entry):
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output_of("readelf", "--dynamic", "--wide", forward.path))
     assert set(needed) <= {"libc.so.6", "libm.so.6", "libdl.so.2"}

@@ -52,17 +52,13 @@ def store() -> Store:
 
 def log(event: str, what: str) -> None:
     with (folder() / "log").open("a") as file:
-        file.write(json.dumps([event, what, os.getpid()]) + "\n")
+        file.write(json.dumps([event, what]) + "\n")
 
 
 def logged(event: str) -> list[str]:
     path = folder() / "log"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [what for kind, what, _ in map(json.loads, lines) if kind == event]
-
-
-def pids() -> set[int]:
-    return {pid for _, _, pid in map(json.loads, (folder() / "log").read_text().splitlines())}
+    return [what for kind, what in map(json.loads, lines) if kind == event]
 
 
 def make(task: Task) -> None:

@@ -337,7 +337,6 @@ def test_an_unknown_word_is_named(
     assert all(name in message for name in names), message
 
 
-@pytest.mark.xfail(strict=True, reason="explain and build take any dtype")
 @pytest.mark.parametrize(
     "argv", [["explain", "linear_attention", "--dtype"], ["build", "--arch", "cpu-v3", "--dtypes"]]
 )

@@ -230,7 +230,6 @@ def test_exp_is_close(calls: tile_calls.TileCalls):
     assert ulps(elementwise(calls, "exp", x), np.exp(x.astype(np.float64))).max() <= 6
 
 
-@pytest.mark.xfail(strict=True, reason="exp claims 2 ulp and has 5.4 near -87: x - n ln 2 with ln 2 in one float32")
 def test_exp_is_as_close_as_it_says(calls: tile_calls.TileCalls):
     from tl_kernels import macros
 
