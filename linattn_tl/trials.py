@@ -9,7 +9,7 @@ from linattn_tl import loader, registry
 from linattn_tl.registry import Op
 from tl_kernels.spec import Kernel, Problem, Target
 
-ROUNDS = 7
+ROUNDS = 15
 
 
 def find_kernel(name: str) -> tuple[Op, Kernel]:
