@@ -69,19 +69,20 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Any, op: Op, lengths: Any, options: Any, *inputs: Any) -> tuple[Any, ...]:
         outputs, saved = runner.forward(inputs, lengths, options)
-        ctx.save_for_backward(*inputs, *outputs, *saved)
-        ctx.runner, ctx.op, ctx.lengths, ctx.options = runner, op, lengths, options
+        ctx.save_for_backward(*inputs, *outputs, *saved, lengths)  # lengths too: a change in place is then noticed
+        ctx.runner, ctx.op, ctx.options = runner, op, options
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        inputs, outputs, saved = _split(ctx.op, ctx.saved_tensors)
+        *tensors, lengths = ctx.saved_tensors
+        inputs, outputs, saved = _split(ctx.op, tensors)
         needs = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # create_graph: differentiate the definition instead
-            found = _differentiable_backward(ctx.op, inputs, ctx.lengths, ctx.options, grads, needs)
+            found = _differentiable_backward(ctx.op, inputs, lengths, ctx.options, grads, needs)
         else:
-            found = ctx.runner.backward(inputs, outputs, saved, ctx.lengths, grads, needs, ctx.options)
+            found = ctx.runner.backward(inputs, outputs, saved, lengths, grads, needs, ctx.options)
         return (None, None, None, None, *found)
 
 

@@ -1,7 +1,7 @@
 """Problem -> loaded kernels: the user's cache, the wheel, or a build here and now."""
 
 import logging
-import os
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -73,7 +73,12 @@ def refuse_binary(kernels: Sequence[Kernel], problem: Problem) -> str | None:
 
 
 def refuse_jit(kernels: Sequence[Kernel], problem: Problem) -> str | None:
-    return refuse_problem(problem) or build.tools().missing or None
+    reason = refuse_problem(problem) or build.tools().missing
+    if reason:
+        return reason
+    if multiprocessing.current_process().daemon:
+        return "building takes child processes, which a daemonic process may not have; `preload` in its parent"
+    return None
 
 
 def load_stored(kernels: Sequence[Kernel], problem: Problem) -> dict[str, CpuBinary]:
@@ -118,7 +123,7 @@ def _build_in_children(tasks: list[Task]) -> None:
         if outcome.status != "ok":
             failed.append(f"{tasks[outcome.task_index].kernel}: {outcome.error or outcome.status}")
 
-    jobs = min(len(tasks), len(os.sched_getaffinity(0)))
+    jobs = min(len(tasks), _native().cores)
     run_tasks(tasks, BUILDER, jobs=jobs, timeout_s=BUILD_TIMEOUT_S, on_result=on_result)
     if failed:
         raise build.BuildError("; ".join(failed))

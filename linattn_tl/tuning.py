@@ -20,10 +20,10 @@ def make_plan(
     dtypes: Sequence[str] = DTYPES,
     dims: Sequence[tuple[int, int]] = ((64, 64), (128, 128)),
     ops: Sequence[str] | None = None,
-    jobs: int = 1,
+    jobs: int = 0,
     checked: bool = True,
 ) -> Plan:
-    """A plan for all kernels of the named families. Raises ValueError naming what is not known or not possible."""
+    """A plan for all kernels of the named families; jobs=0 is one build a core. Raises ValueError naming what is not known or not possible."""
     if build.tools().missing:
         raise RuntimeError(f"tuning builds kernels, and {build.tools().missing}")
     for dtype in dtypes:
@@ -37,7 +37,8 @@ def make_plan(
         if op not in families:
             raise ValueError(f"op is {op!r}; expected one of {', '.join(families)}")
     chosen = [k for k in kernels if ops is None or k.op in ops]
-    return Plan(chosen, list(dtypes), list(dims), _device(arch), budget_s, max(jobs, 1), checked)
+    device = _device(arch)
+    return Plan(chosen, list(dtypes), list(dims), device, budget_s, jobs or device.cores, checked)
 
 
 def _device(arch: str) -> Target:
@@ -90,6 +91,8 @@ def build_best(
         done.append({**fact, "status": outcome.status, "error": outcome.error})
         say(done[-1], len(done), len(tasks))
 
+    here = target.native()
+    jobs = jobs or (here.cores if here else 1)
     run_tasks(tasks, WORKERS.build, jobs=jobs, timeout_s=tuner.BUILD_TIMEOUT_S, on_result=on_result)
     registry.forget_choices()
     return done

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         dtypes=args.dtypes.split(","),
         dims=[_dims(text) for text in args.dims.split(",")],
         ops=args.ops.split(",") if args.ops else None,
-        jobs=args.jobs or len(os.sched_getaffinity(0)),
+        jobs=args.jobs,
         checked=not args.skip_verify,
     )
     with _Bars() as bars:
