@@ -23,7 +23,10 @@ def make_plan(
     jobs: int = 0,
     checked: bool = True,
 ) -> Plan:
-    """A plan for all kernels of the named families; jobs=0 is one build a core. Raises ValueError naming what is not known or not possible."""
+    """A plan for all kernels of the named families; jobs=0 is one build a core.
+
+    Raises ValueError naming what is not known, RuntimeError for what is not possible here.
+    """
     if build.tools().missing:
         raise RuntimeError(f"tuning builds kernels, and {build.tools().missing}")
     for dtype in dtypes:
