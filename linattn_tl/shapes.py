@@ -51,18 +51,15 @@ def check_writable(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} is a lazily negated view; expected plain memory (resolve_neg())")
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the bytes between the first and the last element of each meet."""
-
-    def end(x: torch.Tensor) -> int:
-        if x.is_contiguous():
-            return x.data_ptr() + x.nbytes
-        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        return x.data_ptr() + (last + 1) * x.element_size()
-
-    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
-        return False
-    return a.data_ptr() < end(b) and b.data_ptr() < end(a)
+def span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and of the one after the last; (0, 0) without memory."""
+    if x.numel() == 0 or x.device.type == "meta":
+        return 0, 0
+    begin = x.data_ptr()
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()
 
 
 def check_heads(op: str, H: int, HV: int) -> None:

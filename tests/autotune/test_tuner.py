@@ -16,7 +16,7 @@ import pytest
 import tuner_workers as workers
 from tuner_workers import CRASHES, CRASHES_TIMED, HANGS, WRONG, Config, kernel, logged, plan, tune
 
-from autotune import build, table, tuner
+from autotune import build, table, target, tuner
 from linattn_tl import loader
 from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.spec import Problem
@@ -263,6 +263,18 @@ def test_an_unchecked_binary_is_never_served(folder: Path, monkeypatch: pytest.M
         assert loader.find(kernels.FWD, problem) is None
         with pytest.raises(FileNotFoundError):
             loader.stored_binary(kernels.FWD, problem, device, config)
+
+
+@pytest.mark.xfail(strict=True, reason="a binary that its builder could not execute has the name of a checked one")
+def test_what_was_never_executed_is_checked_before_it_is_served(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Built for a level that the building machine lacks, and found on one that has it."""
+    monkeypatch.setenv("LINATTN_TL_CACHE_DIR", str(folder))
+    monkeypatch.setattr(build, "build", lambda *a: a[-1].write_bytes(b"x") and {"config": vars(a[2])})
+    problem, here = Problem("linear_attention", "float32", 64, 64), loader._native()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "offered", lambda: ())
+        loader.build_and_store(kernels.FWD, problem, here, lambda *_: None, kernels.FWD.configs(problem, here)[0])
+    assert loader.find(kernels.FWD, problem) is None
 
 
 # ---- what a timing depends on

@@ -298,34 +298,42 @@ class CpuDecode:
 
     def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
         """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
-        B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
-        HV, V = v.shape[-2:]
-        q, k, v = rows(q), rows(k), rows(v)
-        o = out if out.stride(-1) == 1 or V == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-        slots = None if slots is None else slots.to(torch.int64).contiguous()
-        pool_kv = kv if kv.stride()[2:] == (V, 1) else kv.contiguous()
-        pool_z = z if z.stride(-1) == 1 else z.contiguous()
-        addresses = self.decode.addresses(
-            0,
-            _address(slots),
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            o.data_ptr(),
-            pool_kv.data_ptr(),
-            pool_z.data_ptr(),
-        )
-        strides = (q.stride(), k.stride(), v.stride(), o.stride(), pool_kv.stride(), pool_z.stride())
-        key = (q.shape, v.shape, opt, strides, torch.get_num_threads())
+        if slots is not None:
+            slots = slots.to(torch.int64).contiguous()
+        tensors = (q, k, v, out, kv, z)
+        key = (q.shape, v.shape, opt, tuple([x.stride() for x in tensors]), torch.get_num_threads())
         fixed = self.decode.kept.get(key)
         if fixed is None:
-            # bound by bytes: a multiply-add here costs several of a chunk's
-            sizes = (B, n, H, HV // H, K, V, 1, 0, _threads(4 * B * n * HV * K * V))
-            words = [w for s in strides[:4] for w in ((s[0], 0, s[1]) if len(s) == 3 else s[:3])]
-            fixed = self.decode.fixed(*sizes, *_option_words(opt), *words, *strides[4][:2], *strides[5][:2])
+            if not _readable(kv, z, tensors):
+                return self._copied(q, k, v, kv, z, slots, opt, out)
+            fixed = self._fixed(q, v, opt, key[3])
             keep(self.decode, key, fixed)
-        self.decode(addresses + fixed)
-        for pool, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
-            if pool is not copy:
-                pool.copy_(copy)
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return self._copied(q, k, v, kv, z, slots, opt, out)
+        self.decode(self.decode.addresses(0, _address(slots), *[x.data_ptr() for x in tensors]) + fixed)
         return out
+
+    def _fixed(self, q: torch.Tensor, v: torch.Tensor, opt: Options, strides: Sequence[tuple[int, ...]]) -> bytes:
+        B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
+        HV, V = v.shape[-2:]
+        # bound by bytes: a multiply-add here costs several of a chunk's
+        sizes = (B, n, H, HV // H, K, V, 1, 0, _threads(4 * B * n * HV * K * V))
+        words = [w for s in strides[:4] for w in ((s[0], 0, s[1]) if len(s) == 3 else s[:3])]
+        return self.decode.fixed(*sizes, *_option_words(opt), *words, *strides[4][:2], *strides[5][:2])
+
+    def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
+        """The step on copies of what the kernel cannot read or write in place."""
+        plain = torch.empty_like(out, memory_format=torch.contiguous_format)
+        pool_kv, pool_z = kv.contiguous(), z.contiguous()
+        q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
+        self(q, k, v, pool_kv, pool_z, slots, opt, plain)
+        for mine, copy in ((kv, pool_kv), (z, pool_z), (out, plain)):
+            if mine is not copy:
+                mine.copy_(copy)
+        return out
+
+
+def _readable(kv: torch.Tensor, z: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the last dimension of all is contiguous, and a head's kv is; the stride of a single element is any."""
+    last = all(x.stride(-1) == 1 or x.shape[-1] < 2 for x in (*tensors[:4], kv, z))
+    return last and (kv.stride(-2) == kv.shape[-1] or kv.shape[-2] < 2)
