@@ -52,10 +52,10 @@ def check_writable(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one after the last; (0, 0) without memory."""
-    if x.numel() == 0 or x.device.type == "meta":
-        return 0, 0
+    """Addresses of the first byte and of the one after the last; equal without memory (empty, or on meta)."""
     begin = x.data_ptr()
+    if begin == 0 or x.numel() == 0:
+        return begin, begin
     if x.is_contiguous():
         return begin, begin + x.nbytes
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

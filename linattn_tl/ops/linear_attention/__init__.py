@@ -24,6 +24,7 @@ from tl_kernels.spec import Problem
 NAME, DECODE = "linear_attention", "linear_attention_decode"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in FLOATS}
+_increment_version = torch.autograd.graph.increment_version
 FeatureMap = str | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -186,6 +187,8 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for, or None outside of it."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -309,8 +312,10 @@ def _bind_decode(
         if out.shape != v.shape:
             letters = "B HV V" if v.ndim == 3 else "B n HV V"
             shapes.bind_shapes(DECODE, v=(v, letters), out=(out, letters))
-        shapes.check_dtype(DECODE, "out", out.dtype, (v.dtype,))
-        shapes.check_device(DECODE, "q", q.device, out=out)
+        if out.dtype != v.dtype:
+            shapes.check_dtype(DECODE, "out", out.dtype, (v.dtype,))
+        if out.device != q.device:
+            shapes.check_device(DECODE, "q", q.device, out=out)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     n = {"P": B, "H": H, "HV": HV, "K": q.shape[-1], "V": v.shape[-1]}
@@ -329,13 +334,17 @@ def _bind_decode(
             "expected linear_attention with initial_state and output_final_state"
         )
     kv, z = _check_state(DECODE, "state", state, n, "P", q)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _any_grad(kv, z, out)):
         for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z), ("out", out)):
             if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
                 )
     return (q, k, v), opt, kv, z
+
+
+def _any_grad(kv: torch.Tensor, z: torch.Tensor, out: torch.Tensor | None) -> bool:
+    return kv.requires_grad or z.requires_grad or (out is not None and out.requires_grad)
 
 
 @lru_cache(maxsize=1024)
@@ -375,7 +384,7 @@ def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, 
     else:  # q, k, v of mixed dtypes were promoted
         with torch.no_grad():
             out.copy_(choice.runner(q, k, v, kv, z, slots, opt, out.to(q.dtype)))
-    torch.autograd.graph.increment_version((kv, z, out))
+    _increment_version((kv, z, out))
 
 
 # ---- what the house needs to know
@@ -383,7 +392,7 @@ def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, 
 
 def _problem(inputs: Sequence[Any], op: str = NAME) -> Problem:
     q, v = inputs[0], inputs[2]
-    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], q.device.type)
+    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], "cpu" if q.is_cpu else q.device.type)
 
 
 def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:

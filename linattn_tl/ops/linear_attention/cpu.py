@@ -301,16 +301,21 @@ class CpuDecode:
         if slots is not None:
             slots = slots.to(torch.int64).contiguous()
         tensors = (q, k, v, out, kv, z)
-        key = (q.shape, v.shape, opt, tuple([x.stride() for x in tensors]), torch.get_num_threads())
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), kv.stride(), z.stride())
+        key = (q.shape, v.shape, opt, strides, torch.get_num_threads())
         fixed = self.decode.kept.get(key)
         if fixed is None:
             if not _readable(kv, z, tensors):
                 return self._copied(q, k, v, kv, z, slots, opt, out)
-            fixed = self._fixed(q, v, opt, key[3])
+            fixed = self._fixed(q, v, opt, strides)
             keep(self.decode, key, fixed)
         if q.is_neg() or k.is_neg() or v.is_neg():
             return self._copied(q, k, v, kv, z, slots, opt, out)
-        self.decode(self.decode.addresses(0, _address(slots), *[x.data_ptr() for x in tensors]) + fixed)
+        rows = 0 if slots is None else slots.data_ptr()
+        addresses = self.decode.addresses(
+            0, rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), kv.data_ptr(), z.data_ptr()
+        )
+        self.decode(addresses + fixed)
         return out
 
     def _fixed(self, q: torch.Tensor, v: torch.Tensor, opt: Options, strides: Sequence[tuple[int, ...]]) -> bytes:
