@@ -71,4 +71,4 @@ def ordered_configs(kernel: Kernel, problem: Problem, target: Target, tables: Se
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> float:
-    return abs(log2(row["K"] / problem.K)) + abs(log2(row["V"] / problem.V))
+    return abs(log2(row["K"] / max(problem.K, 1))) + abs(log2(row["V"] / max(problem.V, 1)))

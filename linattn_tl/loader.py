@@ -134,8 +134,10 @@ def build_and_store(
 ) -> Entry:
     """Build one binary, check it against the definition, and keep it; another process may do it first.
 
-    verify=None, for kernel development, keeps it under a name that no call finds.
+    verify=None, for kernel development, keeps it under a name that no call finds; so does a level that this machine
+    cannot run, since nobody has executed it.
     """
+    can_run = device.arch in [t.arch for t in target.offered()]
     if config is None:
         config = table.ordered_configs(kernel, problem, device, tables(device))[0]
     start = time.perf_counter()
@@ -144,12 +146,12 @@ def build_and_store(
         manifest = build.build(kernel, problem, config, device, path)
         if verify is None:
             return {**manifest, "verified": "no"}
-        if device.arch not in [t.arch for t in target.offered()]:
+        if not can_run:
             return {**manifest, "verified": "not executed: built on a machine that cannot run it"}
         verify(kernel, problem, CpuBinary(path, kernel, config))
         return {**manifest, "verified": "executed against the float64 definition"}
 
-    key = build.binary_key(kernel, problem, config, device, checked=verify is not None)
+    key = build.binary_key(kernel, problem, config, device, checked=verify is not None and can_run)
     entry = user_store().put(key, make)
     log.info("%s %s: built and verified in %.1f s", kernel.name, problem.dtype, time.perf_counter() - start)
     return entry

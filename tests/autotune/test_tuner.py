@@ -265,7 +265,6 @@ def test_an_unchecked_binary_is_never_served(folder: Path, monkeypatch: pytest.M
             loader.stored_binary(kernels.FWD, problem, device, config)
 
 
-@pytest.mark.xfail(strict=True, reason="a binary that its builder could not execute has the name of a checked one")
 def test_what_was_never_executed_is_checked_before_it_is_served(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Built for a level that the building machine lacks, and found on one that has it."""
     monkeypatch.setenv("LINATTN_TL_CACHE_DIR", str(folder))
