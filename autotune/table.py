@@ -13,7 +13,7 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from tl_kernels.spec import Kernel, Problem, Target, config_dict
+from tl_kernels.spec import Kernel, Problem, Target, config_items
 
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -61,12 +61,12 @@ def ordered_configs(kernel: Kernel, problem: Problem, target: Target, tables: Se
     Earlier tables win over later ones. A row whose config is no longer offered is ignored.
     """
     feasible = list(kernel.configs(problem, target))
-    by_value = {tuple(sorted(config_dict(c).items())): c for c in feasible}
+    by_value = {config_items(c): c for c in feasible}
     best: list[Any] = []
     for path in tables:
         rows = [r for r in read_rows(path) if r["kernel"] == kernel.name and r["dtype"] == problem.dtype]
         rows.sort(key=lambda r: _distance(r, problem))
-        best += [c for r in rows if (c := by_value.get(tuple(sorted(r["config"].items())))) is not None]
+        best += [c for r in rows if (c := by_value.get(config_items(r["config"]))) is not None]
     return list(dict.fromkeys([*best, *feasible]))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune import build, table
 from autotune.pool import Outcome, run_tasks
-from tl_kernels.spec import Kernel, Problem, Target, config_dict
+from tl_kernels.spec import Kernel, Problem, Target, config_dict, config_items
 
 BUILD_SHARE = 0.7  # of the time budget; the rest is for timing what was built
 BUILD_TIMEOUT_S = 120.0
@@ -198,7 +198,7 @@ def _build_all(
             report.dropped.append({k: str(fact[k]) for k in ("kernel", "dtype", "config", "why")})
         progress("build", done, len(everything))
 
-    tasks = [Task(k.name, d, _items(c), plan.device.arch, plan.checked) for k, d, c in todo]
+    tasks = [Task(k.name, d, config_items(c), plan.device.arch, plan.checked) for k, d, c in todo]
     run_tasks(
         tasks,
         workers.build,
@@ -210,14 +210,10 @@ def _build_all(
     return usable
 
 
-def _items(config: Any) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(config_dict(config).items()))
-
-
 def _groups(plan: Plan, usable: Sequence[tuple[Kernel, str, Any]]) -> list[Group]:
     grouped: dict[tuple[str, str], list[Any]] = {}
     for kernel, dtype, config in usable:
-        grouped.setdefault((kernel.name, dtype), []).append(_items(config))
+        grouped.setdefault((kernel.name, dtype), []).append(config_items(config))
     return [
         Group(name, dtype, K, V, plan.device.arch, tuple(sorted(configs)), plan.checked)
         for (name, dtype), configs in grouped.items()

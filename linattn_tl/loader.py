@@ -14,7 +14,7 @@ from autotune.pool import Outcome, run_tasks
 from autotune.store import Entry, Store
 from autotune.tuner import BUILD_TIMEOUT_S, Task
 from linattn_tl import registry, settings
-from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target, config_items
 
 log = logging.getLogger("linattn_tl")
 WHEEL = Path(build.__file__).parent / "binaries"  # what a wheel brings along; read-only
@@ -112,7 +112,7 @@ def best_task(kernel: Kernel, dtype: str, device: Target) -> Task:
     """Building the best known config of a kernel, as a child process is told."""
     problem = Problem(kernel.op, dtype, 64, 64)
     config = table.ordered_configs(kernel, problem, device, tables(device))[0]
-    return Task(kernel.name, dtype, tuple(sorted(vars(config).items())), device.arch, True)
+    return Task(kernel.name, dtype, config_items(config), device.arch, True)
 
 
 def _build_in_children(tasks: list[Task]) -> None:
@@ -129,17 +129,13 @@ def _build_in_children(tasks: list[Task]) -> None:
         raise build.BuildError("; ".join(failed))
 
 
-def build_and_store(
-    kernel: Kernel, problem: Problem, device: Target, verify: Verify | None, config: Any = None
-) -> Entry:
+def build_and_store(kernel: Kernel, problem: Problem, device: Target, verify: Verify | None, config: Any) -> Entry:
     """Build one binary, check it against the definition, and keep it; another process may do it first.
 
     verify=None, for kernel development, keeps it under a name that no call finds; so does a level that this machine
     cannot run, since nobody has executed it.
     """
     can_run = device.arch in [t.arch for t in target.offered()]
-    if config is None:
-        config = table.ordered_configs(kernel, problem, device, tables(device))[0]
     start = time.perf_counter()
 
     def make(path: Path) -> dict[str, Any]:
@@ -165,8 +161,7 @@ def _opened(path: Path, kernel: Kernel, config: Any) -> CpuBinary:
 
 def _open(kernel: Kernel, problem: Problem, entry: Entry) -> CpuBinary:
     device = target.named(entry.manifest["arch"])
-    by_value = {tuple(sorted(vars(c).items())): c for c in kernel.configs(problem, device)}
-    return _opened(entry.path, kernel, by_value[tuple(sorted(entry.manifest["config"].items()))])
+    return _opened(entry.path, kernel, kernel.find_config(problem, device, entry.manifest["config"]))
 
 
 def _native() -> Target:

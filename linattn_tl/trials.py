@@ -1,13 +1,12 @@
 """What the tuner's child processes run: build and check one candidate, time one group of them."""
 
 from collections.abc import Callable
-from typing import Any
 
 from autotune import measure, target
 from autotune.tuner import Group, Task
 from linattn_tl import loader, registry
 from linattn_tl.registry import Op
-from tl_kernels.spec import Kernel, Problem, Target
+from tl_kernels.spec import Kernel, Problem
 
 ROUNDS = 15
 
@@ -30,16 +29,12 @@ def verifier(op: Op) -> Callable[..., None]:
     return lambda kernel, problem, binary: op.trial.check(kernel, problem, op.compiled({kernel.name: binary}))
 
 
-def _config(kernel: Kernel, problem: Problem, device: Target, items: tuple[tuple[str, int], ...]) -> Any:
-    return next(c for c in kernel.configs(problem, device) if tuple(sorted(vars(c).items())) == items)
-
-
 def build_candidate(task: Task) -> None:
     """Build, check and store one candidate. Raises if it cannot be built or is wrong."""
     op, kernel = find_kernel(task.kernel)
     device = target.named(task.arch)
     problem = Problem(kernel.op, task.dtype, 64, 64)
-    config = _config(kernel, problem, device, task.config)
+    config = kernel.find_config(problem, device, task.config)
     loader.build_and_store(kernel, problem, device, verifier(op) if task.checked else None, config)
 
 
@@ -50,7 +45,7 @@ def time_group(group: Group) -> list[tuple[float, float]]:
     problem = Problem(kernel.op, group.dtype, group.K, group.V)
     calls, flops = {}, 0.0
     for i, items in enumerate(group.configs):
-        config = _config(kernel, problem, device, items)
+        config = kernel.find_config(problem, device, items)
         binary = loader.stored_binary(kernel, problem, device, config, group.checked)
         calls[str(i)], flops = op.trial.workload(kernel, problem, op.compiled({kernel.name: binary}))
     timings = measure.interleaved(calls, rounds=ROUNDS, min_round_s=5e-3)

@@ -13,7 +13,6 @@ import tilelang.language as T
 from tvm.script.ir_builder import tirx
 
 ELU1, RELU, IDENTITY = 0, 1, 2
-ACC = "float32"
 
 # ---- number formats: 16-bit floats travel as uint16; rows of them are converted on the way in and out
 

@@ -94,7 +94,16 @@ class Kernel:
     def op(self) -> str:
         return self.name.split(".")[0]
 
+    def find_config(self, problem: Problem, target: Target, wanted: Any) -> Any:
+        """The offered config that equals `wanted`, which is given as plain data; KeyError if none does."""
+        return {config_items(c): c for c in self.configs(problem, target)}[config_items(wanted)]
+
 
 def config_dict(config: Any) -> dict[str, int]:
     """The config as plain data, for keys, tables and manifests."""
     return asdict(config)
+
+
+def config_items(config: Any) -> tuple[tuple[str, int], ...]:
+    """A config, or its plain data in any form, as one sorted value that can be a key."""
+    return tuple(sorted(dict(config if isinstance(config, dict | tuple) else config_dict(config)).items()))
