@@ -160,10 +160,13 @@ def _features(op: str, q: Any, k: Any, feature_map: Any) -> tuple[Any, Any, str]
     return *mapped, "identity"
 
 
+def _check_feature_map(op: str, name: str) -> None:
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"{op}: feature_map is {name!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+
+
 def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> tuple[Any, Any]:
     """(kv, z) of a state, checked against the sizes bound so far."""
-    if state is None:
-        return None, None
     if not isinstance(state, tuple) or len(state) != 2:
         raise TypeError(f"{op}: {name} is {type(state).__name__}; expected LinearState or a (kv, z) tuple")
     kv, z = state
@@ -272,8 +275,7 @@ def _known(
     n = shapes.bind_shapes(NAME, q=(q, "B T H K"), k=(k, f"B {'T' if causal else 'T_k'} H K"))
     n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
     shapes.check_heads(NAME, n["H"], n["HV"])
-    if phi not in FEATURE_MAPS:
-        raise ValueError(f"{NAME}: feature_map is {phi!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+    _check_feature_map(NAME, phi)
     dtype = _common_dtype(NAME, (q_dtype, k_dtype, v_dtype), autocast)
     opt = _options(NAME, phi, causal, normalize, scale, eps, n["K"], bool(final))
     return (n["B"], n["T"], n["T_k"], n["H"], n["HV"]), dtype, opt
@@ -326,8 +328,6 @@ def _bind_decode(
         shapes.check_device(DECODE, "q", q.device, slots=slots)
         pool = state[0] if isinstance(state, tuple) and state else None
         n["P"] = pool.shape[0] if isinstance(pool, torch.Tensor) and pool.ndim else B
-    if state is None:
-        raise TypeError(f"{DECODE}: state is None; expected LinearState or a (kv, z) tuple")
     if not torch.compiler.is_compiling() and apply.transformed():
         raise NotImplementedError(
             f"{DECODE}: a step in place has no derivative and no batch rule; under torch.func and forward-mode AD "
@@ -356,8 +356,7 @@ def _decode_known(
     letters = "B H K" if len(q) == 3 else "B n H K"
     n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, letters.replace("H K", "HV V")))
     shapes.check_heads(DECODE, n["H"], n["HV"])
-    if phi not in FEATURE_MAPS:
-        raise ValueError(f"{DECODE}: feature_map is {phi!r}; expected {', '.join(FEATURE_MAPS)} or a callable")
+    _check_feature_map(DECODE, phi)
     dtype = _common_dtype(DECODE, (q_dtype, k_dtype, v_dtype), autocast)
     return (n["B"], n["H"], n["HV"]), dtype, _options(DECODE, phi, True, normalize, scale, eps, n["K"], True)
 

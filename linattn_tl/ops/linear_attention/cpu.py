@@ -20,8 +20,6 @@ SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost 
 SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
 FULL_KEEP, EMIT_KEEP = (1, 2, 1), (0, 2, 0)  # and write den, for backward
-
-
 KEPT = 4096  # fixed blocks that a binary remembers
 
 
@@ -99,7 +97,7 @@ def launch(
     addresses = binary.addresses(
         _address(walk.cu),
         0,
-        *[0 if x is None else x.data_ptr() for x in tokens],
+        *[_address(x) for x in tokens],
         _address(start.kv),
         _address(end.kv),
         _address(start.z),
