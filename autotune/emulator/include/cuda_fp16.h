@@ -1,0 +1,2 @@
+#pragma once
+#include "emu/float16.h"

@@ -1,0 +1,3 @@
+#pragma once
+#include "emu/driver.h"
+#include "emu/host.h"

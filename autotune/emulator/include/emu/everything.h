@@ -1,0 +1,17 @@
+// All shims in one, to be precompiled.
+#pragma once
+#include "tl_templates/cuda/atomic.h"
+#include "tl_templates/cuda/barrier.h"
+#include "tl_templates/cuda/common.h"
+#include "tl_templates/cuda/copy.h"
+#include "tl_templates/cuda/copy_sm100.h"
+#include "tl_templates/cuda/copy_sm90.h"
+#include "tl_templates/cuda/debug.h"
+#include "tl_templates/cuda/instruction/mma.h"
+#include "tl_templates/cuda/instruction/wgmma.h"
+#include "tl_templates/cuda/intrin.h"
+#include "tl_templates/cuda/ldsm.h"
+#include "tl_templates/cuda/math.h"
+#include "tl_templates/cuda/reduce.h"
+#include "tl_templates/cuda/scan.h"
+#include "tl_templates/cuda/threadblock_swizzle.h"

@@ -1,0 +1,103 @@
+// bar.sync and bar.arrive (PTX ISA, "bar, barrier"): 16 barriers a block; __syncthreads is number 0 with all threads.
+#include "core.h"
+
+namespace emu {
+namespace {
+
+constexpr int kBarriers = 16;
+
+struct Barrier {
+  int arrived = 0;
+  int expected = 0;                              // 0 is all threads that have not exited
+  std::vector<int> waiting;
+  Site site = 0;                                 // of the latest arrival
+  Sync sync;
+};
+Barrier barriers[kBarriers];
+
+int needed(const Barrier &barrier) { return barrier.expected ? barrier.expected : block.alive; }
+
+void name_of(char *out, size_t size, int id) {
+  if (id == 0) snprintf(out, size, "__syncthreads");
+  else snprintf(out, size, "bar.sync %d", id);
+}
+
+// The barrier's clocks cover all that the waiting threads had seen, so theirs are replaced, not joined.
+void acquire_all(const Barrier &barrier) {
+  for (int thread : barrier.waiting) {
+    Clock *clocks = clocks_of(thread);
+    const Clock own = clocks[thread];
+    std::copy(barrier.sync.clocks.begin(), barrier.sync.clocks.end(), clocks);
+    clocks[thread] = own;
+    if (block.has_async_proxy) std::copy(barrier.sync.fenced.begin(), barrier.sync.fenced.end(), fenced_of(thread));
+  }
+}
+
+void open_if_complete(int id) {
+  Barrier &barrier = barriers[id];
+  if (barrier.arrived == 0 || barrier.arrived < needed(barrier)) return;
+  if (barrier.arrived > needed(barrier))
+    finding(Kind::barrier, barrier.site, {}, "barrier %d: %d threads arrived, %d expected", id, barrier.arrived,
+            needed(barrier));
+  char name[32];
+  name_of(name, sizeof name, id);
+  count_wait(name, barrier.site);
+  if (detecting()) acquire_all(barrier);
+  for (int thread : barrier.waiting) block.thread[thread].state = State::ready;
+  for (size_t i = 0; i < barrier.waiting.size(); i += 1)
+    if (i == 0 || warp_of(barrier.waiting[i]) != warp_of(barrier.waiting[i - 1])) flush_requests(warp_of(barrier.waiting[i]));
+  barrier.arrived = barrier.expected = 0;
+  barrier.waiting.clear();
+  if (detecting()) barrier.sync.reset();
+}
+
+void arrive(int id, int threads, bool wait, Site site) {
+  if (id < 0 || id >= kBarriers) stop(Kind::barrier, site, "barrier %d does not exist; a block has 16", id);
+  if (threads % kWarp)
+    stop(Kind::barrier, site, "barrier %d: a count of %d threads is not a multiple of the warp size", id, threads);
+  Barrier &barrier = barriers[id];
+  if (barrier.arrived && barrier.expected != threads)
+    stop(Kind::barrier, site, "barrier %d: one thread expects %d arrivals, another %d", id, barrier.expected, threads);
+  barrier.expected = threads;
+  barrier.arrived++;
+  barrier.site = site;
+  if (detecting()) barrier.sync.release(current->id);
+  if (!wait) return open_if_complete(id);
+  barrier.waiting.push_back(current->id);
+  current->state = State::barrier;
+  open_if_complete(id);
+  if (current->state == State::barrier) block_until(State::barrier, "bar.sync", id, site);
+}
+
+}  // namespace
+
+void barriers_reset() {
+  for (Barrier &barrier : barriers) {
+    barrier.arrived = barrier.expected = 0;
+    barrier.waiting.clear();
+    barrier.sync.reset();
+  }
+}
+
+// A thread that has exited counts as arrived at __syncthreads; CUDA promises nothing then, so it is a finding, too.
+void thread_exits() {
+  const Barrier &barrier = barriers[0];
+  if (barrier.arrived && !barrier.expected)
+    finding(Kind::barrier, barrier.site, {}, "a thread exits while others wait for all of the block in __syncthreads");
+  open_if_complete(0);
+}
+
+std::string barrier_status(int id) {
+  char name[32], text[96];
+  name_of(name, sizeof name, id);
+  snprintf(text, sizeof text, "%s: %d of %d threads arrived", name, barriers[id].arrived, needed(barriers[id]));
+  return text;
+}
+
+}  // namespace emu
+
+extern "C" {
+void emu_barrier_sync(int id, int threads) { emu::arrive(id, threads, true, emu::site_of(EMU_PC())); }
+void emu_barrier_arrive(int id, int threads) { emu::arrive(id, threads, false, emu::site_of(EMU_PC())); }
+void emu_threadfence(void) {}  // orders nothing by itself; what it would order is not modelled (docs/emulator.md)
+}
