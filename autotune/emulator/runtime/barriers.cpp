@@ -14,6 +14,7 @@ struct Barrier {
   Sync sync;
 };
 Barrier barriers[kBarriers];
+int votes = 0, counted = 0;                      // of __syncthreads_count: so far, and when barrier 0 last opened
 
 int needed(const Barrier &barrier) { return barrier.expected ? barrier.expected : block.alive; }
 
@@ -49,6 +50,9 @@ void open_if_complete(int id) {
   barrier.arrived = barrier.expected = 0;
   barrier.waiting.clear();
   if (detecting()) barrier.sync.reset();
+  if (id != 0) return;
+  counted = votes;
+  votes = 0;
 }
 
 void arrive(int id, int threads, bool wait, Site site) {
@@ -77,13 +81,15 @@ void barriers_reset() {
     barrier.waiting.clear();
     barrier.sync.reset();
   }
+  votes = 0;
 }
 
 // A thread that has exited counts as arrived at __syncthreads; CUDA promises nothing then, so it is a finding, too.
 void thread_exits() {
   const Barrier &barrier = barriers[0];
   if (barrier.arrived && !barrier.expected)
-    finding(Kind::barrier, barrier.site, {}, "a thread exits while others wait for all of the block in __syncthreads");
+    finding(Kind::barrier, 0, Other{barrier.waiting[0], barrier.site, block.number},
+            "exit of a thread while others wait for all of the block in __syncthreads");
   open_if_complete(0);
 }
 
@@ -99,5 +105,11 @@ std::string barrier_status(int id) {
 extern "C" {
 void emu_barrier_sync(int id, int threads) { emu::arrive(id, threads, true, emu::site_of(EMU_PC())); }
 void emu_barrier_arrive(int id, int threads) { emu::arrive(id, threads, false, emu::site_of(EMU_PC())); }
+// All threads must come again before `counted` changes, and each reads it before that.
+int emu_barrier_count(int predicate) {
+  emu::votes += predicate != 0;
+  emu::arrive(0, 0, true, emu::site_of(EMU_PC()));
+  return emu::counted;
+}
 void emu_threadfence(void) {}  // orders nothing by itself; what it would order is not modelled (docs/emulator.md)
 }

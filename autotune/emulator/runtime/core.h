@@ -42,7 +42,7 @@ extern size_t stacks_bytes;
 extern uintptr_t host_frame;                     // of emu_launch: the kernel's arguments lie above it
 constexpr size_t kHostFrames = 64 * 1024;
 
-void check_time();
+void check_time(Site site);
 [[noreturn]] void leave_launch();
 bool in_image(uintptr_t address);
 uintptr_t offset_of(Site site);

@@ -43,7 +43,8 @@ void check_copy(uint32_t shared, const void *global, int bytes, int source_bytes
   if (shared % bytes)
     stop(Kind::misuse, site, "cp.async of %d bytes to shared+0x%x, which is not aligned to them", bytes, shared);
   if (source_bytes > 0 && uintptr_t(global) % bytes)
-    stop(Kind::misuse, site, "cp.async of %d bytes from global %p, which is not aligned to them", bytes, global);
+    stop(Kind::misuse, site, "cp.async of %d bytes from %s, which is not aligned to them", bytes,
+         address_name(global).c_str());
   require_shared(shared, bytes, "cp.async", site);
 }
 

@@ -267,7 +267,7 @@ void block_until(State state, const char *waits_in, int waits_on, Site site) {
   current->waits_in = waits_in;
   current->waits_on = waits_on;
   current->waits_at = site;
-  check_time();
+  check_time(site);
   to_scheduler();
 }
 

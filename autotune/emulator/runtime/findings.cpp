@@ -101,7 +101,7 @@ void stop(Kind kind, Site site, const char *format, ...) {
   leave_launch();
 }
 
-void check_time() {
+void check_time(Site site) {
   using namespace std::chrono;
   static int countdown = 0;
   if (--countdown > 0) return;
@@ -109,7 +109,7 @@ void check_time() {
   const double now = duration<double>(steady_clock::now().time_since_epoch()).count();
   if (deadline > 0 && now > deadline) {
     deadline = 0;
-    stop(Kind::deadlock, 0, "the launch ran longer than %.0f s", emu_settings.max_seconds);
+    stop(Kind::timeout, site, "the launch ran longer than %g s", emu_settings.max_seconds);
   }
 }
 

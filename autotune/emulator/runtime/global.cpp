@@ -39,19 +39,25 @@ bool is_private(uintptr_t address) {
   return address - uintptr_t(stacks) < stacks_bytes || address - host_frame < kHostFrames || in_image(address);
 }
 
-void out_of_bounds(uintptr_t address, size_t bytes, const char *verb, Site site) {
+// Bytes from an address to the nearest byte of [low, high); 0 inside.
+uintptr_t distance(uintptr_t address, uintptr_t low, uintptr_t high) {
+  return address >= high ? address - high + 1 : low > address ? low - address : 0;
+}
+
+const Buffer *nearest_buffer(uintptr_t address) {
   const Buffer *nearest = nullptr;
-  uintptr_t distance = 0;
-  for (const Buffer &b : buffers) {
-    const uintptr_t d = address >= b.high ? address - b.high : b.low > address ? b.low - address : 0;
-    if (!nearest || d < distance) nearest = &b, distance = d;
-  }
-  if (!nearest) return finding(Kind::out_of_bounds, site, {}, "%s of %zu bytes of global memory; the kernel has none", verb, bytes);
-  if (address < nearest->low)
-    return finding(Kind::out_of_bounds, site, {}, "%s of %zu bytes that starts %zu bytes before %s", verb, bytes,
-                   size_t(nearest->low - address), nearest->name.c_str());
-  finding(Kind::out_of_bounds, site, {}, "%s of %zu bytes at offset %zu of %s, which has %zu bytes", verb, bytes,
-          size_t(address - nearest->low), nearest->name.c_str(), size_t(nearest->high - nearest->low));
+  for (const Buffer &b : buffers)
+    if (!nearest || distance(address, b.low, b.high) < distance(address, nearest->low, nearest->high)) nearest = &b;
+  return nearest;
+}
+
+void out_of_bounds(uintptr_t address, size_t bytes, const char *verb, Site site) {
+  const std::string name = address_name(reinterpret_cast<void *>(address));
+  const Buffer *nearest = nearest_buffer(address);
+  if (name[0] == 's' || !nearest)
+    return finding(Kind::out_of_bounds, site, {}, "%s of %zu bytes at %s", verb, bytes, name.c_str());
+  finding(Kind::out_of_bounds, site, {}, "%s of %zu bytes at %s, which has %zu bytes", verb, bytes, name.c_str(),
+          size_t(nearest->high - nearest->low));
 }
 
 void mark(std::vector<uint64_t> &bits, const Buffer &buffer, uintptr_t address, size_t bytes) {
@@ -109,6 +115,19 @@ void check_cells(Buffer &buffer, uintptr_t address, size_t bytes, bool write, co
 }
 
 }  // namespace
+
+std::string address_name(const void *pointer) {
+  const uintptr_t address = uintptr_t(pointer), shared = uintptr_t(arena);
+  const Buffer *nearest = nearest_buffer(address);
+  char text[160];
+  const uintptr_t to_shared = distance(address, shared, shared + kSharedArena);
+  if (!nearest || to_shared < distance(address, nearest->low, nearest->high))
+    snprintf(text, sizeof text, "shared%c0x%zx", address < shared ? '-' : '+',
+             size_t(address < shared ? shared - address : address - shared));
+  else
+    snprintf(text, sizeof text, "byte %ld of %s", long(intptr_t(address - nearest->low)), nearest->name.c_str());
+  return text;
+}
 
 bool global_read(const void *pointer, size_t bytes, const Access &access) {
   const uintptr_t address = uintptr_t(pointer);

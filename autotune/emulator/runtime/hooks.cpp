@@ -31,11 +31,12 @@ void touch_shared(uint32_t offset, int bytes, bool write, bool atomic, Site site
   count_access(write ? Space::shared_write : Space::shared_read, current->id, arena + offset, bytes, site);
 }
 
-// A GPU faults on an address that is not a multiple of what it loads or stores.
+// A GPU faults on an address that is not a multiple of what it loads or stores; so may the CPU's vector moves.
 void check_alignment(uintptr_t address, int bytes, Site site) {
   const bool power_of_two = (bytes & (bytes - 1)) == 0;
   if (power_of_two && bytes <= 16 && address % bytes)
-    finding(Kind::misuse, site, {}, "access of %d bytes at an address that is not a multiple of them", bytes);
+    stop(Kind::misuse, site, "access of %d bytes at %s, which is not a multiple of them", bytes,
+         address_name(reinterpret_cast<void *>(address)).c_str());
 }
 
 inline void touch(void *pointer, int bytes, bool write, bool atomic, void *pc) {
@@ -45,11 +46,12 @@ inline void touch(void *pointer, int bytes, bool write, bool atomic, void *pc) {
     if (block.has_async_proxy) local(address, bytes, site_of(pc));
     return;
   }
-  check_time();
-  check_alignment(address, bytes, site_of(pc));
+  const Site site = site_of(pc);
+  check_time(site);
+  check_alignment(address, bytes, site);
   const uintptr_t offset = address - uintptr_t(arena);
-  if (offset < kSharedArena) touch_shared(uint32_t(offset), bytes, write, atomic, site_of(pc));
-  else touch_global(pointer, bytes, write, atomic, site_of(pc));
+  if (offset < kSharedArena) touch_shared(uint32_t(offset), bytes, write, atomic, site);
+  else touch_global(pointer, bytes, write, atomic, site);
 }
 
 }  // namespace
@@ -88,7 +90,7 @@ void __tsan_write_range(void *p, unsigned long bytes) { touch(p, int(bytes), tru
 void emu_atomic(void *address, int bytes) { touch(address, bytes, true, true, EMU_PC()); }
 void emu_atomic_load(void *address, int bytes) { touch(address, bytes, false, true, EMU_PC()); }
 
-// ---- -fsanitize=bounds and object-size. The layouts are those of GCC's ubsan (gcc/ubsan.cc).
+// ---- -fsanitize=bounds, object-size and integer-divide-by-zero. The layouts are those of GCC's ubsan (gcc/ubsan.cc).
 
 struct UbsanPlace {
   const char *file;
@@ -107,6 +109,13 @@ struct UbsanAccess {
   const UbsanType *type;
   unsigned char log_alignment, kind;
 };
+
+void __ubsan_handle_divrem_overflow(void *, void *, void *) {
+  emu::stop(emu::Kind::misuse, emu::site_of(EMU_PC()), "integer division by zero");
+}
+void __ubsan_handle_divrem_overflow_abort(void *, void *, void *) {
+  emu::stop(emu::Kind::misuse, emu::site_of(EMU_PC()), "integer division by zero");
+}
 
 // The access itself would hit another variable of the fiber, so the launch ends.
 void __ubsan_handle_out_of_bounds(UbsanBounds *data, void *index) {

@@ -14,7 +14,7 @@ namespace {
 
 const char *name_of(Kind kind) {
   static const char *const names[] = {"race",       "uninitialised", "out_of_bounds", "read_only", "proxy", "in_flight",
-                                      "divergence", "barrier",       "deadlock",      "misuse",    "leak"};
+                                      "divergence", "barrier",       "deadlock",      "timeout",   "misuse", "leak"};
   return names[int(kind)];
 }
 

@@ -42,7 +42,7 @@ using Site = uint16_t;                           // a place in the generated sou
 Site site_of(void *pc);
 
 // Kinds are the words a report shows. A finding is kept once for each (kind, site, other site), with a count.
-enum class Kind { race, uninitialised, out_of_bounds, read_only, proxy, in_flight, divergence, barrier, deadlock, misuse, leak };
+enum class Kind { race, uninitialised, out_of_bounds, read_only, proxy, in_flight, divergence, barrier, deadlock, timeout, misuse, leak };
 
 struct Other {                                   // the second party of a finding; thread -1 is none
   int thread = -1;
@@ -165,6 +165,9 @@ void shared_set_pending(uint32_t offset, int bytes, const Epoch &epoch);    // a
 void shared_clear_pending(uint32_t offset, int bytes);
 // The last write of each granule must be known to `at_issue`: else somebody wrote while the operation was reading.
 void shared_unchanged_since(uint32_t offset, int bytes, const Clock *at_issue, int thread, Site site, const char *what);
+
+// "byte 24 of Q", "shared+0x40": where an address lies, for findings.
+std::string address_name(const void *pointer);
 
 // False (and a finding) when the bytes are not inside one buffer; the caller must not touch them then.
 bool global_read(const void *pointer, size_t bytes, const Access &access);

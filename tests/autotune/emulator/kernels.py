@@ -636,6 +636,26 @@ def atomic_histogram(n: int, bins: int, dtype: str = "float32") -> Any:
     return program
 
 
+def shared_histogram(n: int, bins: int) -> Any:
+    """How many of n numbers fall into each bin: counted in shared memory, then added to Y, which is zero before."""
+    import tilelang.language as T
+
+    @T.prim_func
+    def program(X: T.Tensor([n], "int32"), Y: T.Tensor([bins], "int32")):
+        with T.Kernel(n // 128, threads=128) as bx:
+            t = T.get_thread_binding()
+            count = T.alloc_shared([bins], "int32")
+            if t < bins:
+                count[t] = 0
+            T.sync_threads()
+            T.atomic_add(count[X[bx * 128 + t]], 1)
+            T.sync_threads()
+            if t < bins:
+                T.atomic_add(Y[t], count[t])
+
+    return program
+
+
 # ---- linear attention
 
 

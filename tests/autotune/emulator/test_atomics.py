@@ -28,6 +28,25 @@ def test_histogram(arch: str, dtype: str):
             assert sorted(rank[which == b].tolist()) == list(range(len(members[b])))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_atomics_on_shared_memory(arch: str):
+    X, Y = torch.randint(0, 8, (512,), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    kernels.built(arch, kernels.shared_histogram, 512, 8).check(X, Y).assert_clean()
+    assert torch.equal(Y, torch.bincount(X, minlength=8).int())
+
+
+def test_a_plain_access_beside_atomic_ones_is_a_race():
+    def edit(source: str) -> str:
+        assert source.count("  int condval;") == 1
+        return source.replace("  int condval;", "  if (threadIdx.x == 9) total[3] = 1.0f; int condval;")
+
+    kernel = kernels.built_with("sm_80", kernels.atomic_histogram(512, 8), edit=edit)
+    which, total, counts = torch.randint(0, 8, (512,), dtype=torch.int32), torch.zeros(8), torch.zeros(8).int()
+    report = kernel(kernels.tensor(512), which, total, total + 0, total + 0, counts, torch.zeros_like(which))
+    assert {finding.kind for finding in report.findings} == {"race"}
+    assert any("AtomicAdd" in f.place.text + f.other_place.text for f in report.findings)
+
+
 @pytest.mark.parametrize(
     ("arch", "how", "out"),
     [

@@ -103,6 +103,43 @@ def test_flops_and_traffic_of_a_product(arch: str, instruction: str):
     assert report.counters.traffic_ratio == (2 * (M * K + K * N) + M * N) / (M * K + K * N + M * N)
 
 
+def test_shared_memory_of_a_product_by_ldmatrix():
+    """Four blocks, three steps: 2 x 2 warps, so that two of them read each half of a tile. The tiles are swizzled."""
+    A, B = kernels.tensor(128, 96, dtype=torch.float16), kernels.tensor(96, 128, dtype=torch.float16)
+    kernel = kernels.built("sm_80", kernels.gemm, M=128, N=128, K=96, out="float16", staged=True)
+    report = kernel(A, B, kernels.unwritten(128, 128, dtype=torch.float16))
+    for name in ("A_local", "B_local"):
+        sites = [site for site in report.sites if "ldmatrix" in site.place.text and name in site.place.text]
+        read = sum(site.shared_read for site in sites)
+        assert read == 4 * 3 * 2 * (64 * 32 * 2)
+        # an x4 is 512 bytes: four matrices, eight rows of 16 bytes each, a pass for each matrix
+        assert sum(site.wavefronts for site in sites) == sum(site.ideal_wavefronts for site in sites) == read // 128
+    copies = [site for site in report.sites if "cp_async_gs" in site.place.text]
+    assert sum(site.global_read for site in copies) == sum(site.shared_written for site in copies) == 4 * 3 * 8192
+    assert all(site.sector_ratio == 1 for site in copies)
+
+
+def test_tma():
+    """Boxes of 64 rows x 64 bytes, and of 32 rows x 128 bytes: each row is a request of whole sectors."""
+    A, B = kernels.tensor(128, 96, dtype=torch.float16), kernels.tensor(96, 128, dtype=torch.float16)
+    kernel = kernels.built("sm_90a", kernels.gemm, M=128, N=128, K=96, out="float16", staged=True)
+    report = kernel(A, B, kernels.unwritten(128, 128, dtype=torch.float16))
+    for name, rows in (("A_desc", 64), ("B_desc", 32)):
+        site = line(report, f"tma_load({name}")
+        assert site.global_read == 4 * 3 * 4096
+        assert site.global_requests == 4 * 3 * rows
+        assert site.sectors == site.ideal_sectors == site.global_read // 32
+        assert site.shared_written == site.global_read
+
+
+def test_lanes_that_read_one_word():
+    """The word is broadcast: one pass, although 128 bytes arrive."""
+    old, new = "x[(127 - ((int)threadIdx.x))]", "x[5]"
+    kernel = kernels.built_with("sm_80", kernels.mirror(2), edit=lambda source: source.replace(old, new))
+    site = line(kernel(kernels.tensor(256), kernels.unwritten(256)), new)
+    assert (site.shared_read, site.wavefronts, site.conflict_degree) == (1024, 8, 1)
+
+
 @pytest.mark.parametrize(("stages", "peak"), [(1, 1), (2, 2), (3, 3)])
 def test_bytes_in_flight(stages: int, peak: int):
     """A stage is two tiles of 4096 bytes; as many as there are buffers are under way at once."""

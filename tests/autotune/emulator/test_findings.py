@@ -133,8 +133,9 @@ def test_uninitialised():
 @pytest.mark.parametrize("index", ["(128 + ((int)threadIdx.x))", "(-1 - ((int)threadIdx.x))", "(1 << 20)"])
 def test_beyond_shared_memory(index: str):
     report = broken_mirror(TURN, TURN.replace("(127 - ((int)threadIdx.x))", index))
-    assert "out_of_bounds" in kinds(report)
-    assert report.findings[0].place.text.startswith("y[")
+    finding = next(f for f in report.findings if f.kind == "out_of_bounds")
+    assert "shared" in finding.message
+    assert finding.place.text.startswith("y[")
 
 
 @pytest.mark.parametrize("offset", [-1, 1, 1 << 20])
@@ -233,8 +234,38 @@ def test_deadlock_on_an_mbarrier():
 def test_an_endless_loop_is_ended():
     report = broken_mirror(SYNC, "while (true) __syncthreads();", max_seconds=0.3)
     assert report.stopped
-    assert any("longer than" in finding.message for finding in report.findings)
+    (finding,) = report.findings
+    assert finding.kind == "timeout"
+    assert "longer than 0.3 s" in finding.message
+    assert finding.place.text.startswith("while (true)")
     assert report.seconds < 5
+
+
+# ---- what a GPU faults on, or answers with garbage
+
+
+@pytest.mark.parametrize(
+    ("statement", "where"),
+    [
+        ("*(float4*)(Y) = *(float4*)(x + 5);", "shared+0x14"),
+        ("*(float4*)(x + 5) = *(float4*)(y);", "shared+0x14"),
+        ("*(float2*)(Y) = *(float2*)(X + 3);", "byte 12 of X"),
+        ("*(float2*)(Y + 3) = *(float2*)(y);", "byte 12 of Y"),
+    ],
+)
+def test_misaligned_vectors(statement: str, where: str):
+    report = broken_mirror(SYNC, f"{SYNC} if (threadIdx.x == 0) {{ {statement} }}", blocks=1)
+    finding = next(f for f in report.findings if f.kind == "misuse")
+    assert where in finding.message
+    assert finding.thread == 0
+    assert report.stopped
+
+
+def test_division_by_zero():
+    report = broken_mirror(STORE, f"{STORE} Y[blockIdx.x * 128 + threadIdx.x] = 5 / (int)threadIdx.x;")
+    (finding,) = report.findings
+    assert (finding.kind, finding.thread) == ("misuse", 0)
+    assert "division by zero" in finding.message
 
 
 # ---- asynchronous copies
@@ -252,7 +283,7 @@ def test_misaligned_cp_async():
     """The second element of A: 2 bytes past a multiple of 16."""
     report = broken_product("sm_80", lambda source: source.replace("(&(A[", "(&(A[1 + ", 1))
     assert "misuse" in kinds(report)
-    assert any("16" in f.message for f in report.findings if f.kind == "misuse")
+    assert any("byte 2 of A" in f.message for f in report.findings if f.kind == "misuse")
 
 
 def test_missing_proxy_fence():

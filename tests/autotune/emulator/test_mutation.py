@@ -2,7 +2,7 @@
 
 REDUNDANT holds each mutant that is not caught, with the reason why it changes nothing. Each has a second argument,
 which `mutate` finds: a cover (something else that does its work: without either, there is a finding), or values that
-are the kernel's own under every schedule with the detector off. A TileLang that generates other code needs the lists anew:
+are the kernel's own under every schedule with the detector off. A TileLang that generates other code needs other lists:
 
     python -m autotune.emulator tests/autotune/emulator/kernels.py::linear_attention --arch sm_80 \
         --arg H=1 D=64 stages=1 --size B=1 L=200,37,0 --mutate
@@ -11,7 +11,7 @@ are the kernel's own under every schedule with the detector off. A TileLang that
 import dataclasses
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,15 @@ def gemm_inputs() -> list[torch.Tensor]:
     return [A, B, kernels.unwritten(120, 136)]
 
 
-def cache() -> Path:
+def folder() -> Path:
     return Path(os.environ["LINATTN_TL_CACHE_DIR"]) / "emulator"
 
 
 def score(program: Any, arch: str, *arguments: Callable[[], list[torch.Tensor]]) -> Score:
-    return mutate(lower(program, arch), *arguments, cache=cache())
+    return mutate(lower(program, arch), *arguments, cache=folder())
 
 
+@cache
 def scores(name: str) -> Score:
     """Sizes are ragged, below a tile, and (where TMA does not forbid it) empty: together they need every guard."""
     if name == "gemm-sm_90a":
@@ -110,7 +111,7 @@ def test_mutants_of_a_broken_kernel_prove_nothing():
     lowered = lower(program, "sm_90a")
     broken = dataclasses.replace(lowered, source=lowered.source.replace("tl::fence_proxy_async();", ""))
     with pytest.raises(EmulatorError, match="not clean itself"):
-        mutate(broken, gemm_inputs, cache=cache())
+        mutate(broken, gemm_inputs, cache=folder())
 
 
 SOURCE = """extern "C" __global__ void f(float* x);

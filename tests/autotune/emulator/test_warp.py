@@ -37,7 +37,6 @@ def test_votes(arch: str):
             assert [row for row in range(6) if not torch.equal(Y[row], expected[row])] == [], settings
 
 
-@pytest.mark.xfail(raises=EmulatorError, reason="__syncthreads_count, _and and _or are not covered")
 def test_votes_of_a_block():
     kernel = kernels.built("sm_80", kernels.block_votes)
     for X in votes():

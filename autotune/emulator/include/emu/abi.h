@@ -44,6 +44,7 @@ void emu_fail(const char *message) __attribute__((noreturn, cold));
 // ---- barriers of the block: id 0 with threads 0 is __syncthreads
 void emu_barrier_sync(int id, int threads);
 void emu_barrier_arrive(int id, int threads);
+int emu_barrier_count(int predicate);  // __syncthreads, and how many threads gave a nonzero predicate
 void emu_threadfence(void);
 
 // ---- warp collectives: the last lane to arrive runs `perform` once over the records of all lanes in the mask

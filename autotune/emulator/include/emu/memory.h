@@ -1,6 +1,6 @@
 // Barriers and fences of a block, atomics, and loads by another name.
 //
-// Not here, since nothing stands behind them: __syncthreads_count and its kin, __activemask, __nanosleep.
+// Not here, since nothing stands behind them: __activemask, __nanosleep.
 #pragma once
 #include <type_traits>
 
@@ -8,6 +8,9 @@
 #include "emu/float16.h"
 
 EMU_INLINE void __syncthreads() { emu_barrier_sync(0, 0); }
+EMU_INLINE int __syncthreads_count(int predicate) { return emu_barrier_count(predicate); }
+EMU_INLINE int __syncthreads_or(int predicate) { return emu_barrier_count(predicate) != 0; }
+EMU_INLINE int __syncthreads_and(int predicate) { return emu_barrier_count(!predicate) == 0; }
 EMU_INLINE void __threadfence() { emu_threadfence(); }
 EMU_INLINE void __threadfence_block() { emu_threadfence(); }
 EMU_INLINE void __threadfence_system() { emu_threadfence(); }
