@@ -83,6 +83,5 @@ void mbarrier_require_fenced(const Mbarrier &mbarrier, const char *what, Site si
 // The running thread executed fence.mbarrier_init or fence.proxy.async.
 void mbarriers_fenced();
 void mbarriers_finish();                         // findings for loads that landed and that nobody waited for
-std::string mbarrier_status(uint32_t offset);    // for the dump after a deadlock
 
 }  // namespace emu

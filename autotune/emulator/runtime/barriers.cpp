@@ -8,13 +8,13 @@ constexpr int kBarriers = 16;
 
 struct Barrier {
   int arrived = 0;
-  int expected = 0;                              // 0 is all threads that have not exited
+  int expected = 0;  // 0 is all threads that have not exited
   std::vector<int> waiting;
-  Site site = 0;                                 // of the latest arrival
+  Site site = 0;  // of the latest arrival
   Sync sync;
 };
 Barrier barriers[kBarriers];
-int votes = 0, counted = 0;                      // of __syncthreads_count: so far, and when barrier 0 last opened
+int votes = 0, counted = 0;  // of __syncthreads_count: so far, and when barrier 0 last opened
 
 int needed(const Barrier &barrier) { return barrier.expected ? barrier.expected : block.alive; }
 
@@ -46,7 +46,8 @@ void open_if_complete(int id) {
   if (detecting()) acquire_all(barrier);
   for (int thread : barrier.waiting) block.thread[thread].state = State::ready;
   for (size_t i = 0; i < barrier.waiting.size(); i += 1)
-    if (i == 0 || warp_of(barrier.waiting[i]) != warp_of(barrier.waiting[i - 1])) flush_requests(warp_of(barrier.waiting[i]));
+    if (i == 0 || warp_of(barrier.waiting[i]) != warp_of(barrier.waiting[i - 1]))
+      flush_requests(warp_of(barrier.waiting[i]));
   barrier.arrived = barrier.expected = 0;
   barrier.waiting.clear();
   if (detecting()) barrier.sync.reset();

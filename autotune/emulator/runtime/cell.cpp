@@ -47,7 +47,7 @@ void remember_read(Cell &cell, const Access &access) {
     return;
   }
   if (cell.readers == 1 && cell.read[0].agent == access.epoch.agent && cell.read[0].block == access.epoch.block) {
-    cell.read[0] = access.epoch;                 // the common case: the same thread again
+    cell.read[0] = access.epoch;  // the common case: the same thread again
     return;
   }
   cell.readers = uint8_t(drop_ordered(cell.read, cell.readers, access));

@@ -5,17 +5,17 @@
 namespace emu {
 
 enum : uint8_t {
-  kPending = 1,                                  // an asynchronous copy into it is in flight
+  kPending = 1,  // an asynchronous copy into it is in flight
   kAtomicWrite = 2,
-  kAsyncWrite = 4,                               // through the async proxy
+  kAsyncWrite = 4,  // through the async proxy
 };
 
 struct Cell {
   static constexpr int kInline = 3;
   Epoch write;
   Epoch read[kInline];
-  uint8_t flags, readers;                        // readers in `read`, or kMany
-  int32_t more;                                  // index of the list that has them all
+  uint8_t flags, readers;  // readers in `read`, or kMany
+  int32_t more;            // index of the list that has them all
 };
 constexpr uint8_t kMany = 255;
 
@@ -28,7 +28,7 @@ using Readers = std::vector<Epoch>;
 Readers &more_readers(int32_t index);
 int32_t take_readers();
 void give_back_readers(int32_t index);
-void readers_forget();                           // when no cell has any
+void readers_forget();  // when no cell has any
 
 void remember_read(Cell &cell, const Access &access);
 // A reader that the access is not ordered after, or null.
@@ -40,6 +40,8 @@ inline void remember_write(Cell &cell, const Epoch &epoch, uint8_t flags) {
   cell.flags = flags;
 }
 
-inline Other other_of(const Epoch &epoch) { return Other{epoch.agent < block.threads ? epoch.agent : -1, epoch.site, epoch.block}; }
+inline Other other_of(const Epoch &epoch) {
+  return Other{epoch.agent < block.threads ? epoch.agent : -1, epoch.site, epoch.block};
+}
 
 }  // namespace emu

@@ -33,8 +33,9 @@ Collective *waiting_for(Warp &warp, unsigned mask, int lane) {
 void check_overlap(const Warp &warp, const char *name, unsigned mask, int lane, Site site) {
   for (const Collective *one : warp.pending)
     if ((one->mask & mask) && (one->mask >> lane & 1) && !(one->arrived >> lane & 1))
-      stop(Kind::divergence, site, "lane %d executes %s with mask %08x while lanes %08x wait for it in %s with mask %08x", lane,
-           name, mask, one->arrived, one->name, one->mask);
+      stop(Kind::divergence, site,
+           "lane %d executes %s with mask %08x while lanes %08x wait for it in %s with mask %08x", lane, name, mask,
+           one->arrived, one->name, one->mask);
 }
 
 void synchronise_memory(int warp, unsigned mask) {
@@ -64,15 +65,16 @@ void warp_collective(const char *name, unsigned mask, void *record, EmuPerform p
   const int number = warp_of(current->id), lane = lane_of(current->id);
   Warp &warp = block.warp[number];
   mask &= existing_lanes(number);
-  if (!(mask >> lane & 1)) stop(Kind::divergence, site, "lane %d executes %s and is not in its mask %08x", lane, name, mask);
+  if (!(mask >> lane & 1))
+    stop(Kind::divergence, site, "lane %d executes %s and is not in its mask %08x", lane, name, mask);
   Collective *one = waiting_for(warp, mask, lane);
   if (!one) {
     check_overlap(warp, name, mask, lane, site);
     one = new Collective{name, mask, 0, site, perform, orders_memory, {}};
     warp.pending.push_back(one);
   } else if (one->name != name && strcmp(one->name, name)) {
-    stop(Kind::divergence, site, "lane %d executes %s while lanes %08x of its warp wait in %s", lane, name, one->arrived,
-         one->name);
+    stop(Kind::divergence, site, "lane %d executes %s while lanes %08x of its warp wait in %s", lane, name,
+         one->arrived, one->name);
   }
   one->records[lane] = record;
   one->arrived |= 1u << lane;
@@ -90,7 +92,8 @@ void report_divergence() {
         const Thread &thread = block.thread[number * kWarp + __builtin_ctz(missing)];
         if (thread.state != State::mbarrier && thread.state != State::spinning)
           finding(Kind::divergence, one->site, {thread.id, thread.waits_at, block.number},
-                  "%s waits for a lane that %s", one->name, thread.state == State::done ? "has exited" : "went another way");
+                  "%s waits for a lane that %s", one->name,
+                  thread.state == State::done ? "has exited" : "went another way");
       }
 }
 
@@ -101,6 +104,7 @@ void collectives_reset() {
 
 }  // namespace emu
 
-extern "C" void emu_warp_collective(const char *name, unsigned mask, void *record, EmuPerform perform, int orders_memory) {
+extern "C" void emu_warp_collective(const char *name, unsigned mask, void *record, EmuPerform perform,
+                                    int orders_memory) {
   emu::warp_collective(name, mask, record, perform, orders_memory != 0, emu::site_of(EMU_PC()));
 }

@@ -18,7 +18,7 @@ struct Finding {
   long count;
 };
 
-struct Waiting {                                 // after a deadlock: threads that wait in the same place
+struct Waiting {  // after a deadlock: threads that wait in the same place
   std::string threads, in;
   Site site;
 };
@@ -33,13 +33,13 @@ extern std::vector<Finding> findings;
 extern std::vector<Waiting> waits;
 extern std::vector<Launch> launches;
 extern bool stopped;
-extern bool hooks_off;                           // while a collective works on behalf of a warp
-extern std::string launched;                     // name of the kernel that runs
-extern double deadline;                          // of the steady clock, 0 is none
+extern bool hooks_off;        // while a collective works on behalf of a warp
+extern std::string launched;  // name of the kernel that runs
+extern double deadline;       // of the steady clock, 0 is none
 extern long switches, blocks_run;
 extern char *stacks;
 extern size_t stacks_bytes;
-extern uintptr_t host_frame;                     // of emu_launch: the kernel's arguments lie above it
+extern uintptr_t host_frame;  // of emu_launch: the kernel's arguments lie above it
 constexpr size_t kHostFrames = 64 * 1024;
 
 void check_time(Site site);
@@ -49,7 +49,6 @@ uintptr_t offset_of(Site site);
 void forget_findings();
 
 std::string barrier_status(int id);
-std::string mbarrier_status(uint32_t offset);
 void collectives_reset();
 void report_divergence();
 

@@ -8,17 +8,17 @@
 namespace emu {
 namespace {
 
-struct Request {                                 // of a warp: the bytes that each lane asks for
+struct Request {  // of a warp: the bytes that each lane asks for
   unsigned lanes = 0;
   int bytes = 0;
   uintptr_t address[kWarp];
 };
 
-struct Lanes {                                   // of one warp at one place
+struct Lanes {  // of one warp at one place
   uint32_t visits[kWarp] = {};
-  uint32_t finished = 0;                         // requests of `all` that every lane has been at
-  std::vector<Request> all;                      // since the lanes last met
-  bool listed = false;                           // in `begun`
+  uint32_t finished = 0;     // requests of `all` that every lane has been at
+  std::vector<Request> all;  // since the lanes last met
+  bool listed = false;       // in `begun`
 };
 
 struct Totals {
@@ -31,20 +31,20 @@ struct Waits {
 };
 
 struct Place {
-  Totals of[4];                                  // by Space
+  Totals of[4];  // by Space
   std::vector<std::pair<std::string, double>> flops;
   Waits waits;
 };
 
-std::vector<Place> places;                       // by site
-std::vector<Lanes> lanes;                        // (site, space, warp)
-std::vector<std::vector<size_t>> begun;          // warp -> what has requests that may be incomplete
-std::vector<std::vector<uint32_t>> waited;       // (site, warp) -> executions by each lane
+std::vector<Place> places;                  // by site
+std::vector<Lanes> lanes;                   // (site, space, warp)
+std::vector<std::vector<size_t>> begun;     // warp -> what has requests that may be incomplete
+std::vector<std::vector<uint32_t>> waited;  // (site, warp) -> executions by each lane
 struct InFlight {
   int64_t bytes = 0, peak = 0;
 };
-std::vector<InFlight> in_flight;                 // of the block, by owner
-int64_t peak = 0;                                // of any block
+std::vector<InFlight> in_flight;  // of the block, by owner
+int64_t peak = 0;                 // of any block
 
 bool is_global(Space space) { return space == Space::global_read || space == Space::global_write; }
 
@@ -61,7 +61,7 @@ void add_global(Totals &totals, const Request &request) {
   for (int lane = 0; lane < kWarp; lane++)
     if (request.lanes >> lane & 1) sorted[count++] = request.address[lane];
   std::sort(sorted, sorted + count);
-  uintptr_t end = 0, next_sector = 0;            // of what was counted so far
+  uintptr_t end = 0, next_sector = 0;  // of what was counted so far
   int64_t distinct = 0;
   for (int i = 0; i < count; i++) {
     const uintptr_t from = std::max(sorted[i], end), to = sorted[i] + request.bytes;

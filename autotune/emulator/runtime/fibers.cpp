@@ -1,7 +1,8 @@
 // Threads of a block as fibers: each runs until it blocks, then the scheduler picks the next.
 //
-// A switch saves the six registers that the System V ABI preserves and swaps stacks. Nothing is ever interrupted between
-// two switches, so an atomic is a plain read-modify-write and every run with the same settings takes the same path.
+// A switch saves the six registers that the System V ABI preserves and swaps stacks. Nothing is ever interrupted
+// between two switches, so an atomic is a plain read-modify-write and every run with the same settings takes the same
+// path.
 #include <sys/mman.h>
 
 #include <numeric>
@@ -46,13 +47,13 @@ std::vector<Launch> launches;
 
 namespace {
 
-struct LeftLaunch {};                            // thrown where no fiber runs
-constexpr size_t kPoisoned = 16 * 1024;          // of a stack: registers and local arrays start as NaN
+struct LeftLaunch {};                    // thrown where no fiber runs
+constexpr size_t kPoisoned = 16 * 1024;  // of a stack: registers and local arrays start as NaN
 void *scheduler_stack = nullptr;
 void (*kernel_function)(void *) = nullptr;
 void *kernel_arguments = nullptr;
-size_t dynamic_bytes = 0;                        // of the launch
-std::map<int, size_t> static_arrays;             // of the block: declaration -> offset
+size_t dynamic_bytes = 0;             // of the launch
+std::map<int, size_t> static_arrays;  // of the block: declaration -> offset
 
 void to_scheduler() { emu_switch_stack(&current->stack_pointer, scheduler_stack); }
 
@@ -197,7 +198,8 @@ void report_deadlock() {
 std::vector<int> first_order() {
   std::vector<int> order(block.threads);
   std::iota(order.begin(), order.end(), 0);
-  if (emu_settings.order == kDescending || emu_settings.order == kGreedyDescending) std::reverse(order.begin(), order.end());
+  if (emu_settings.order == kDescending || emu_settings.order == kGreedyDescending)
+    std::reverse(order.begin(), order.end());
   return order;
 }
 

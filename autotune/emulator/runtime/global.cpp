@@ -13,13 +13,13 @@ struct Buffer {
   uintptr_t low, high;
   bool read_only;
   std::string name;
-  Cell *cells = nullptr;                         // none for what nobody may write
+  Cell *cells = nullptr;  // none for what nobody may write
   size_t cells_bytes = 0;
-  std::vector<uint64_t> was_read, was_written;   // a bit for each granule
+  std::vector<uint64_t> was_read, was_written;  // a bit for each granule
   int64_t bytes_read = 0, bytes_written = 0;
 };
 std::vector<Buffer> buffers;
-size_t latest = 0;                               // the buffer of the latest access
+size_t latest = 0;  // the buffer of the latest access
 
 int granule_shift() { return emu_settings.granule == 1 ? 0 : 1; }
 
@@ -75,7 +75,8 @@ int64_t marked(const std::vector<uint64_t> &bits) {
 void make_cells(Buffer &buffer) {
   if (buffer.cells) return;
   buffer.cells_bytes = (((buffer.high - buffer.low) >> granule_shift()) + 1) * sizeof(Cell);
-  void *memory = mmap(nullptr, buffer.cells_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *memory =
+      mmap(nullptr, buffer.cells_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   buffer.cells = static_cast<Cell *>(memory);
 }
@@ -124,8 +125,7 @@ std::string address_name(const void *pointer) {
   if (!nearest || to_shared < distance(address, nearest->low, nearest->high))
     snprintf(text, sizeof text, "shared%c0x%zx", address < shared ? '-' : '+',
              size_t(address < shared ? shared - address : address - shared));
-  else
-    snprintf(text, sizeof text, "byte %ld of %s", long(intptr_t(address - nearest->low)), nearest->name.c_str());
+  else snprintf(text, sizeof text, "byte %ld of %s", long(intptr_t(address - nearest->low)), nearest->name.c_str());
   return text;
 }
 
@@ -176,10 +176,11 @@ std::string buffers_json() {
   std::string out;
   for (const Buffer &buffer : buffers) {
     char text[256];
-    snprintf(text, sizeof text,
-             "%s{\"name\":\"%s\",\"bytes\":%zu,\"read\":%ld,\"written\":%ld,\"unique_read\":%ld,\"unique_written\":%ld}",
-             out.empty() ? "" : ",", buffer.name.c_str(), size_t(buffer.high - buffer.low), long(buffer.bytes_read),
-             long(buffer.bytes_written), long(marked(buffer.was_read)), long(marked(buffer.was_written)));
+    snprintf(
+        text, sizeof text,
+        "%s{\"name\":\"%s\",\"bytes\":%zu,\"read\":%ld,\"written\":%ld,\"unique_read\":%ld,\"unique_written\":%ld}",
+        out.empty() ? "" : ",", buffer.name.c_str(), size_t(buffer.high - buffer.low), long(buffer.bytes_read),
+        long(buffer.bytes_written), long(marked(buffer.was_read)), long(marked(buffer.was_written)));
     out += text;
   }
   return out;
@@ -189,5 +190,6 @@ std::string buffers_json() {
 
 extern "C" __attribute__((visibility("default"))) void emu_add_buffer(void *pointer, size_t bytes, int read_only,
                                                                       const char *name) {
-  emu::buffers.push_back({uintptr_t(pointer), uintptr_t(pointer) + bytes, read_only != 0, name, nullptr, 0, {}, {}, 0, 0});
+  emu::buffers.push_back(
+      {uintptr_t(pointer), uintptr_t(pointer) + bytes, read_only != 0, name, nullptr, 0, {}, {}, 0, 0});
 }

@@ -67,14 +67,14 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void **, void *) {}
 void __tsan_vptr_read(void **) {}
 
-#define EMU_HOOKS(bytes)                                                                             \
-  void __tsan_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }                      \
-  void __tsan_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }                      \
-  void __tsan_unaligned_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }            \
-  void __tsan_unaligned_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }            \
-  void __tsan_volatile_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }             \
-  void __tsan_volatile_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }             \
-  void __tsan_unaligned_volatile_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }   \
+#define EMU_HOOKS(bytes)                                                                           \
+  void __tsan_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }                    \
+  void __tsan_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }                    \
+  void __tsan_unaligned_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }          \
+  void __tsan_unaligned_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }          \
+  void __tsan_volatile_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); }           \
+  void __tsan_volatile_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }           \
+  void __tsan_unaligned_volatile_read##bytes(void *p) { touch(p, bytes, false, false, EMU_PC()); } \
   void __tsan_unaligned_volatile_write##bytes(void *p) { touch(p, bytes, true, false, EMU_PC()); }
 EMU_HOOKS(1)
 EMU_HOOKS(2)
@@ -119,16 +119,20 @@ void __ubsan_handle_divrem_overflow_abort(void *, void *, void *) {
 
 // The access itself would hit another variable of the fiber, so the launch ends.
 void __ubsan_handle_out_of_bounds(UbsanBounds *data, void *index) {
-  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "index %ld of an array %s", long(intptr_t(index)), data->array->name);
+  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "index %ld of an array %s", long(intptr_t(index)),
+            data->array->name);
 }
 void __ubsan_handle_out_of_bounds_abort(UbsanBounds *data, void *index) {
-  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "index %ld of an array %s", long(intptr_t(index)), data->array->name);
+  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "index %ld of an array %s", long(intptr_t(index)),
+            data->array->name);
 }
 void __ubsan_handle_type_mismatch_v1(UbsanAccess *data, void *) {
-  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "access of %s beyond the end of a local array", data->type->name);
+  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "access of %s beyond the end of a local array",
+            data->type->name);
 }
 void __ubsan_handle_type_mismatch_v1_abort(UbsanAccess *data, void *) {
-  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "access of %s beyond the end of a local array", data->type->name);
+  emu::stop(emu::Kind::out_of_bounds, emu::site_of(EMU_PC()), "access of %s beyond the end of a local array",
+            data->type->name);
 }
 
 }  // extern "C"

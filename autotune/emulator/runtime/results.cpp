@@ -13,8 +13,9 @@ Settings emu_settings = {1, 1, kLate, kAscending, 0, 2, 50, 227 * 1024, 120.0};
 namespace {
 
 const char *name_of(Kind kind) {
-  static const char *const names[] = {"race",       "uninitialised", "out_of_bounds", "read_only", "proxy", "in_flight",
-                                      "divergence", "barrier",       "deadlock",      "timeout",   "misuse", "leak"};
+  static const char *const names[] = {"race",     "uninitialised", "out_of_bounds", "read_only",
+                                      "proxy",    "in_flight",     "divergence",    "barrier",
+                                      "deadlock", "timeout",       "misuse",        "leak"};
   return names[int(kind)];
 }
 
@@ -39,10 +40,11 @@ std::string findings_json() {
   std::string out;
   for (const Finding &f : findings) {
     char text[256];
-    snprintf(text, sizeof text, ",\"thread\":%d,\"pc\":%zu,\"other_thread\":%d,\"other_pc\":%zu,\"count\":%ld}", f.thread,
-             size_t(offset_of(f.site)), f.other.thread, size_t(offset_of(f.other.site)), f.count);
+    snprintf(text, sizeof text, ",\"thread\":%d,\"pc\":%zu,\"other_thread\":%d,\"other_pc\":%zu,\"count\":%ld}",
+             f.thread, size_t(offset_of(f.site)), f.other.thread, size_t(offset_of(f.other.site)), f.count);
     out += (out.empty() ? "{\"kind\":" : ",{\"kind\":") + quoted(name_of(f.kind)) + ",\"message\":" + quoted(f.text) +
-           ",\"kernel\":" + quoted(f.kernel) + ",\"block\":" + indices(f.block) + ",\"other_block\":" + indices(f.other.block) + text;
+           ",\"kernel\":" + quoted(f.kernel) + ",\"block\":" + indices(f.block) +
+           ",\"other_block\":" + indices(f.other.block) + text;
   }
   return out;
 }
@@ -87,9 +89,10 @@ extern "C" EMU_EXPORT void emu_reset(void) {
 
 extern "C" EMU_EXPORT const char *emu_results(void) {
   static std::string out;
-  out = "{\"findings\":[" + findings_json() + "],\"waits\":[" + waits_json() + "],\"stopped\":" + (stopped ? "true" : "false") +
-        ",\"blocks\":" + std::to_string(blocks_run) + ",\"switches\":" + std::to_string(switches) +
-        ",\"peak_async_bytes\":" + std::to_string(peak_in_flight()) + ",\"launches\":[" + launches_json() + "],\"buffers\":[" +
-        buffers_json() + "],\"sites\":[" + sites_json() + "]}";
+  out = "{\"findings\":[" + findings_json() + "],\"waits\":[" + waits_json() +
+        "],\"stopped\":" + (stopped ? "true" : "false") + ",\"blocks\":" + std::to_string(blocks_run) +
+        ",\"switches\":" + std::to_string(switches) + ",\"peak_async_bytes\":" + std::to_string(peak_in_flight()) +
+        ",\"launches\":[" + launches_json() + "],\"buffers\":[" + buffers_json() + "],\"sites\":[" + sites_json() +
+        "]}";
   return out.c_str();
 }

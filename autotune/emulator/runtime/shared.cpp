@@ -4,15 +4,15 @@
 namespace emu {
 namespace {
 
-std::vector<Cell> cells;                         // a cell for each granule of the arena
-size_t used = 0;                                 // cells that were touched since shared_forget
+std::vector<Cell> cells;  // a cell for each granule of the arena
+size_t used = 0;          // cells that were touched since shared_forget
 
 int shift() { return emu_settings.granule == 1 ? 0 : 1; }
 
 bool inside(uint32_t offset, int bytes, const char *verb, const Access &access) {
   if (offset + bytes <= block.shared_bytes) return true;
-  finding(Kind::out_of_bounds, access.epoch.site, {}, "%s of %d bytes at shared+0x%x; the block has 0x%zx bytes", verb, bytes,
-          offset, block.shared_bytes);
+  finding(Kind::out_of_bounds, access.epoch.site, {}, "%s of %d bytes at shared+0x%x; the block has 0x%zx bytes", verb,
+          bytes, offset, block.shared_bytes);
   return false;
 }
 
@@ -27,16 +27,16 @@ bool check_read(Cell &cell, uint32_t at, const Access &access) {
   const Epoch &write = cell.write;
   const Site site = access.epoch.site;
   if (cell.flags & kPending)
-    finding(Kind::in_flight, site, other_of(write), "read of shared+0x%x while an asynchronous copy into it is in flight", at);
+    finding(Kind::in_flight, site, other_of(write),
+            "read of shared+0x%x while an asynchronous copy into it is in flight", at);
   else if (write.clock == 0)
     finding(Kind::uninitialised, site, {}, "read of shared+0x%x, which nobody has written", at);
   else if (!ordered(write, access) && !(access.atomic && (cell.flags & kAtomicWrite)))
     finding(Kind::race, site, other_of(write), "read of shared+0x%x after an unsynchronised write", at);
   else if (access.async_proxy && !(cell.flags & kAsyncWrite) && write.clock > access.fenced[write.agent])
-    finding(Kind::proxy, site, other_of(write), "asynchronous read of shared+0x%x: no fence.proxy.async since it was written",
-            at);
-  else
-    return false;
+    finding(Kind::proxy, site, other_of(write),
+            "asynchronous read of shared+0x%x: no fence.proxy.async since it was written", at);
+  else return false;
   return true;
 }
 
@@ -45,7 +45,8 @@ bool check_write(const Cell &cell, uint32_t at, const Access &access) {
   const Site site = access.epoch.site;
   const bool both_atomic = access.atomic && (cell.flags & kAtomicWrite);
   if (cell.flags & kPending) {
-    finding(Kind::in_flight, site, other_of(write), "write of shared+0x%x while an asynchronous copy into it is in flight", at);
+    finding(Kind::in_flight, site, other_of(write),
+            "write of shared+0x%x while an asynchronous copy into it is in flight", at);
     return true;
   }
   const bool unordered = write.clock && !both_atomic && !ordered(write, access);
@@ -124,15 +125,16 @@ void shared_clear_pending(uint32_t offset, int bytes) {
   each_cell(offset, bytes, [&](Cell &cell, uint32_t) { cell.flags &= ~kPending; });
 }
 
-void shared_unchanged_since(uint32_t offset, int bytes, const Clock *at_issue, int thread, Site site, const char *what) {
+void shared_unchanged_since(uint32_t offset, int bytes, const Clock *at_issue, int thread, Site site,
+                            const char *what) {
   if (!detecting()) return;
   bool reported = false;
   each_cell(offset, bytes, [&](Cell &cell, uint32_t at) {
     const Epoch &write = cell.write;
     if (reported || (write.clock <= at_issue[write.agent] && !(cell.flags & kPending))) return;
     reported = true;
-    finding(Kind::in_flight, site, other_of(write), "shared+0x%x was overwritten before %s by thread %d had read it", at,
-            what, thread);
+    finding(Kind::in_flight, site, other_of(write), "shared+0x%x was overwritten before %s by thread %d had read it",
+            at, what, thread);
   });
 }
 
