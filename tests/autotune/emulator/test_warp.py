@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from autotune.emulator import EmulatorError
 from tests.autotune.emulator import kernels
 
 ARCHES = ["sm_80", "sm_90a", "sm_120a"]
