@@ -44,12 +44,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     many: dict[str, Any] = {"action": "extend", "nargs": "+", "default": [], "metavar": "NAME=VALUE"}
-    add("target", metavar="FILE.py::factory", help="a function that returns a prim_func, or a prim_func")
+    add("target", metavar="FILE.py::factory", help="a function that returns a prim_func, or a prim_func; give it first")
     add("--arch", action="append", required=True, help=f"{', '.join(SHARED_LIMIT)}; may be repeated")
     add("--arg", **many, help="keyword arguments of the factory")
     add("--size", **many, help="dynamic sizes and scalar arguments of the kernel; L=200,37 runs both")
     add("--pass", **many, dest="passes", help="pass configs of TileLang: tl.disable_tma_lower=true")
-    add("--schedule", choices=[*ORDER_OF, "all"], default="late", help="when asynchronous copies land (default: late)")
+    add("--schedule", choices=[*ORDER_OF, "all"], default="late", help="when copies land and which thread runs next")
     add("--seed", type=int, default=0, help="of the inputs and of --schedule random")
     add("--check", metavar="NAME", help="a function of FILE: named arrays in, {name: expected array} out")
     add("--tolerance", type=float, default=2e-2, help="relative RMS error that --check allows (default: 0.02)")
@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             check_arch(arch)
         except ValueError as error:
             raise UsageError(str(error)) from None
+    if args.mutate and (args.check or args.schedule != "late"):
+        raise UsageError("--mutate runs every schedule and compares with the kernel itself: no --schedule, no --check")
     file, _, name = args.target.partition("::")
     if not name:
         raise UsageError(f"got {args.target}; expected FILE.py::factory")
@@ -120,6 +122,8 @@ def pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not (name and equals):
             raise UsageError(f"{option} {word}: expected NAME=VALUE")
+        if name in values:
+            raise UsageError(f"{option} {word}: {name} is given twice")
         values[name] = parse_value(text)
     return values
 
@@ -199,7 +203,8 @@ def prepare_kernel(func: Any, arch: str, args: argparse.Namespace) -> tuple[Lowe
         sizes = [complete_sizes(lowered, given) for given in each_size(args.size)]
         _progress(f" {lowered.seconds:.1f} s, building ...")
         if args.source and not args.json:
-            print(numbered(lowered.source))
+            _progress("\n")
+            print(numbered(lowered.source), flush=True)
         kernel = Emulated(lowered, cache=args.cache)
         _progress(f" {kernel.build_seconds:.1f} s")
     finally:

@@ -84,8 +84,8 @@ class Score:
 
     @property
     def uncovered(self) -> list[Mutant]:
-        """Survivors that nothing is known to make redundant: each may be a blind spot."""
-        return [mutant for mutant in self.survivors if mutant.number not in self.covers]
+        """Survivors that neither a cover nor equal values make redundant: each shows a blind spot."""
+        return [m for m in self.survivors if m.number not in self.covers and m.number not in self.agreeing]
 
     def why(self, survivor: Mutant) -> str:
         if survivor.number in self.covers:

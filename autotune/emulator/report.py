@@ -291,7 +291,7 @@ def _merged_findings(findings: Iterable[Finding]) -> list[Finding]:
     merged: dict[tuple[Any, ...], Finding] = {}
     for finding in findings:
         lines = tuple(p.line or p.offset for p in (finding.place, finding.other_place))
-        key = (finding.kind, lines if any(lines) else finding.message.partition(":")[0])  # values follow the colon
+        key = (finding.kind, lines if any(lines) else finding.message)
         if key in merged:
             finding = dataclasses.replace(merged[key], count=merged[key].count + finding.count)
         merged[key] = finding

@@ -221,6 +221,8 @@ class Emulated:
         return merged
 
     def _run(self, call: Call, settings: Mapping[str, Any], schedule: str) -> Report:
+        if settings["max_findings"] < 1:  # a report without findings would look clean
+            raise ValueError(f"{self.name}: max_findings is {settings['max_findings']}; expected 1 or more")
         library = self.library
         with _running:
             for name, value in settings.items():

@@ -234,6 +234,8 @@ run_tasks(eval(sys.argv[1]), "pool_workers:act", jobs=2, timeout_s=30, on_result
 
 
 def start_parent(*command: str, task: Any, stdin: str = "") -> subprocess.Popen[str]:
+    # a shell's background jobs ignore SIGINT, and so would the children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, *command, repr([task] * 2)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(HERE)])},
@@ -242,6 +244,7 @@ def start_parent(*command: str, task: Any, stdin: str = "") -> subprocess.Popen[
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stdin is not None
     process.stdin.write(stdin)
     process.stdin.close()

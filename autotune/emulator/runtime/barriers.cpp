@@ -40,6 +40,10 @@ void open_if_complete(int id) {
   if (barrier.arrived > needed(barrier))
     finding(Kind::barrier, barrier.site, {}, "barrier %d: %d threads arrived, %d expected", id, barrier.arrived,
             needed(barrier));
+  // __syncthreads does not wait for threads that have exited, and CUDA promises nothing then.
+  if (!barrier.expected && block.alive < block.threads)
+    finding(Kind::barrier, barrier.site, {}, "__syncthreads without %d threads of the block, which have exited",
+            block.threads - block.alive);
   char name[32];
   name_of(name, sizeof name, id);
   count_wait(name, barrier.site);
@@ -60,6 +64,7 @@ void arrive(int id, int threads, bool wait, Site site) {
   if (id < 0 || id >= kBarriers) stop(Kind::barrier, site, "barrier %d does not exist; a block has 16", id);
   if (threads % kWarp)
     stop(Kind::barrier, site, "barrier %d: a count of %d threads is not a multiple of the warp size", id, threads);
+  if (id == 0 && threads == block.threads) threads = 0;
   Barrier &barrier = barriers[id];
   if (barrier.arrived && barrier.expected != threads)
     stop(Kind::barrier, site, "barrier %d: one thread expects %d arrivals, another %d", id, barrier.expected, threads);
@@ -85,14 +90,7 @@ void barriers_reset() {
   votes = 0;
 }
 
-// A thread that has exited counts as arrived at __syncthreads; CUDA promises nothing then, so it is a finding, too.
-void thread_exits() {
-  const Barrier &barrier = barriers[0];
-  if (barrier.arrived && !barrier.expected)
-    finding(Kind::barrier, 0, Other{barrier.waiting[0], barrier.site, block.number},
-            "exit of a thread while others wait for all of the block in __syncthreads");
-  open_if_complete(0);
-}
+void thread_exits() { open_if_complete(0); }
 
 std::string barrier_status(int id) {
   char name[32], text[96];

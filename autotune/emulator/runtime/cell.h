@@ -1,4 +1,5 @@
-// One cell of shadow memory: who wrote last, and who has read since (FastTrack's epochs, with a short list of readers).
+// One cell of shadow memory: who wrote last, and which accesses since then a later one may conflict with (FastTrack's
+// epochs, with a short list).
 #pragma once
 #include "core.h"
 
@@ -13,29 +14,31 @@ enum : uint8_t {
 struct Cell {
   static constexpr int kInline = 3;
   Epoch write;
-  Epoch read[kInline];
-  uint8_t flags, readers;  // readers in `read`, or kMany
-  int32_t more;            // index of the list that has them all
+  Epoch since[kInline];  // reads, and atomic writes that the last one is not ordered after
+  uint8_t flags, count;  // entries of `since`, or kMany
+  uint16_t readers;      // asynchronous copies that read it now (global memory)
+  int32_t more;          // index of the list that has them all
 };
 constexpr uint8_t kMany = 255;
 
 // An access is ordered after an epoch of its own block that it has seen. Blocks are never ordered with each other.
 inline bool ordered(const Epoch &epoch, const Access &access) {
-  return epoch.block == block.number && (epoch.agent == access.epoch.agent || epoch.clock <= access.seen[epoch.agent]);
+  return epoch.block == block.number &&
+         (epoch.agent == access.epoch.agent || epoch.clock <= access.seen[epoch.agent]);
 }
 
-using Readers = std::vector<Epoch>;
-Readers &more_readers(int32_t index);
-int32_t take_readers();
-void give_back_readers(int32_t index);
-void readers_forget();  // when no cell has any
+void forget_accesses(Cell &cell);
+void lists_forget();  // when no cell has any
 
 void remember_read(Cell &cell, const Access &access);
-// A reader that the access is not ordered after, or null.
-const Epoch *unordered_reader(const Cell &cell, const Access &access);
+void remember_atomic_write(Cell &cell, const Access &access);
+// An access since the last write that conflicts with this one and that it is not ordered after, or null. Reads conflict
+// with atomic writes alone; atomic accesses do not conflict with each other.
+const Epoch *conflict(const Cell &cell, const Access &access, bool write);
+
 inline void remember_write(Cell &cell, const Epoch &epoch, uint8_t flags) {
-  if (cell.readers == kMany) give_back_readers(cell.more);
-  cell.readers = 0;
+  if (cell.count == kMany) forget_accesses(cell);
+  cell.count = 0;
   cell.write = epoch;
   cell.flags = flags;
 }

@@ -19,11 +19,6 @@ struct Collective {
 
 namespace {
 
-unsigned existing_lanes(int warp) {
-  const int lanes = std::min(kWarp, block.threads - warp * kWarp);
-  return lanes == kWarp ? ~0u : (1u << lanes) - 1;
-}
-
 Collective *waiting_for(Warp &warp, unsigned mask, int lane) {
   for (Collective *one : warp.pending)
     if (one->mask == mask && !(one->arrived >> lane & 1)) return one;
@@ -54,7 +49,7 @@ void complete(Collective &one, int warp) {
     hooks_off = false;
   }
   if (one.orders_memory && detecting()) synchronise_memory(warp, one.mask);
-  if (one.mask == existing_lanes(warp)) flush_requests(warp);
+  if (one.mask == all_lanes(warp)) flush_requests(warp);
   for (int lane = 0; lane < kWarp; lane++)
     if (one.mask >> lane & 1) block.thread[warp * kWarp + lane].state = State::ready;
 }
@@ -64,7 +59,7 @@ void complete(Collective &one, int warp) {
 void warp_collective(const char *name, unsigned mask, void *record, EmuPerform perform, bool orders_memory, Site site) {
   const int number = warp_of(current->id), lane = lane_of(current->id);
   Warp &warp = block.warp[number];
-  mask &= existing_lanes(number);
+  mask &= all_lanes(number);
   if (!(mask >> lane & 1))
     stop(Kind::divergence, site, "lane %d executes %s and is not in its mask %08x", lane, name, mask);
   Collective *one = waiting_for(warp, mask, lane);
@@ -106,5 +101,7 @@ void collectives_reset() {
 
 extern "C" void emu_warp_collective(const char *name, unsigned mask, void *record, EmuPerform perform,
                                     int orders_memory) {
-  emu::warp_collective(name, mask, record, perform, orders_memory != 0, emu::site_of(EMU_PC()));
+  const emu::Site site = emu::site_of(EMU_PC());
+  if (orders_memory) emu::count_wait(name, site);
+  emu::warp_collective(name, mask, record, perform, orders_memory != 0, site);
 }

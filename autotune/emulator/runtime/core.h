@@ -15,6 +15,7 @@ struct Finding {
   uint32_t block;
   Site site;
   Other other;
+  std::array<unsigned, 3> grid;  // of the launch
   long count;
 };
 
@@ -43,6 +44,12 @@ extern uintptr_t host_frame;  // of emu_launch: the kernel's arguments lie above
 constexpr size_t kHostFrames = 64 * 1024;
 
 void check_time(Site site);
+void catch_signals();
+void restore_signals();
+struct Faults {  // while it lives, what the CPU faults on is a finding
+  Faults() { catch_signals(); }
+  ~Faults() { restore_signals(); }
+};
 [[noreturn]] void leave_launch();
 bool in_image(uintptr_t address);
 uintptr_t offset_of(Site site);

@@ -125,11 +125,6 @@ void finish_all(size_t index) {
   std::fill(at.visits, at.visits + kWarp, 0);
 }
 
-unsigned all_lanes(int warp) {
-  const int count = std::min(kWarp, block.threads - warp * kWarp);
-  return count == kWarp ? ~0u : (1u << count) - 1;
-}
-
 }  // namespace
 
 void count_access(Space space, int thread, const void *pointer, int bytes, Site site) {

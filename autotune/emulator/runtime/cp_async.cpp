@@ -8,11 +8,6 @@
 namespace emu {
 namespace {
 
-bool lands_at_issue() {
-  if (emu_settings.async_mode == kRandom) return block.random() & 1;
-  return emu_settings.async_mode == kEarly;
-}
-
 void move_bytes(const CpAsync &copy) {
   memcpy(arena + copy.shared, copy.global, size_t(copy.source_bytes));
   memset(arena + copy.shared + copy.source_bytes, 0, size_t(copy.bytes - copy.source_bytes));
@@ -20,14 +15,14 @@ void move_bytes(const CpAsync &copy) {
 
 void land(const CpAsync &copy, const Epoch &writer) {
   if (!copy.landed) move_bytes(copy);
-  shared_clear_pending(copy.shared, copy.bytes);
+  if (copy.source_bytes > 0) global_end_read(copy.global, size_t(copy.source_bytes));
   shared_set_written(copy.shared, copy.bytes, writer, false);
   count_in_flight(current->id, -copy.bytes);
 }
 
 Epoch own_epoch(const CpAsync &copy) {
   if (!detecting()) return {};
-  return Epoch{clocks_of(current->id)[current->id], uint16_t(current->id), copy.site, block.number};
+  return Epoch{clocks_of(current->id)[current->id], current->id, copy.site, block.number};
 }
 
 void land_all(std::vector<CpAsync> &copies) {
@@ -53,12 +48,13 @@ void issue(CpAsync copy) {
   if (copy.source_bytes > 0) {
     count_access(Space::global_read, current->id, copy.global, copy.source_bytes, copy.site);
     if (!global_read(copy.global, size_t(copy.source_bytes), access)) copy.source_bytes = 0;
+    else global_begin_read(copy.global, size_t(copy.source_bytes));
   }
   count_access(Space::shared_write, current->id, arena + copy.shared, copy.bytes, copy.site);
   count_in_flight(current->id, copy.bytes);
   shared_check_write(copy.shared, copy.bytes, access);
   shared_set_pending(copy.shared, copy.bytes, access.epoch);
-  copy.landed = lands_at_issue();
+  copy.landed = moves_at_issue();
   if (copy.landed) move_bytes(copy);
   current->copies.push_back(copy);
 }

@@ -48,6 +48,7 @@ std::vector<Launch> launches;
 namespace {
 
 struct LeftLaunch {};                    // thrown where no fiber runs
+constexpr size_t kPage = 4096;                  // below each stack, not accessible
 constexpr size_t kPoisoned = 16 * 1024;  // of a stack: registers and local arrays start as NaN
 void *scheduler_stack = nullptr;
 void (*kernel_function)(void *) = nullptr;
@@ -79,11 +80,16 @@ void make_room() {
     const uintptr_t memory = uintptr_t(map_memory(2 * kSharedArena));
     arena = reinterpret_cast<char *>((memory + kSharedArena - 1) & ~(kSharedArena - 1));
   }
-  const size_t wanted = size_t(block.threads) * kStack;
-  if (stacks_bytes >= wanted) return;
+  stacks_bytes = size_t(block.threads) * kStack;
+  stacks = static_cast<char *>(map_memory(stacks_bytes));
+  for (int thread = 0; thread < block.threads; thread++) mprotect(stacks + thread * kStack, kPage, PROT_NONE);
+}
+
+// After each launch: nothing of it is there for the next one to read, and a process can hold many kernels.
+void give_back_stacks() {
   if (stacks) munmap(stacks, stacks_bytes);
-  stacks = static_cast<char *>(map_memory(wanted));
-  stacks_bytes = wanted;
+  stacks = nullptr;
+  stacks_bytes = 0;
 }
 
 // The first switch pops six registers and returns into thread_main, with the stack aligned as after a call.
@@ -334,10 +340,12 @@ int emu_launch(const char *name, const unsigned grid[3], const unsigned dim[3], 
     check_shared_limit(shared_bytes);
     make_room();
     shadow_new_launch();
+    const Faults faults;
     run_blocks();
   } catch (const LeftLaunch &) {
   }
   current = nullptr;
+  give_back_stacks();
   return stopped ? 1 : 0;
 }
 

@@ -80,7 +80,8 @@ static void keep(Kind kind, Site site, const Other &other, const char *format, v
   if (int(findings.size()) >= emu_settings.max_findings) return;
   char text[1024];
   vsnprintf(text, sizeof text, format, arguments);
-  Finding found{kind, text, launched, current ? current->id : -1, block.number, site, other, 1};
+  Finding found{kind, text, launched, current ? current->id : -1, block.number, site, other,
+                {block.grid[0], block.grid[1], block.grid[2]}, 1};
   known[place] = findings.size();
   findings.push_back(found);
 }

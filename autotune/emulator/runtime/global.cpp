@@ -21,8 +21,6 @@ struct Buffer {
 std::vector<Buffer> buffers;
 size_t latest = 0;  // the buffer of the latest access
 
-int granule_shift() { return emu_settings.granule == 1 ? 0 : 1; }
-
 Buffer *buffer_of(uintptr_t address, size_t bytes) {
   auto holds = [&](const Buffer &b) { return address >= b.low && address + bytes <= b.high; };
   if (latest < buffers.size() && holds(buffers[latest])) return &buffers[latest];
@@ -88,18 +86,28 @@ void drop_cells(Buffer &buffer) {
 
 const char *where(const Epoch &epoch) { return epoch.block == block.number ? "" : " by another block"; }
 
-bool check(Cell &cell, const Buffer &buffer, size_t at, bool write, const Access &access) {
+bool check(const Cell &cell, const Buffer &buffer, size_t at, bool write, const Access &access) {
   const Epoch &last = cell.write;
+  const char *verb = write ? "write" : "read", *name = buffer.name.c_str();
+  const Site site = access.epoch.site;
+  if ((cell.flags & kPending) && last.block == block.number) {
+    finding(Kind::in_flight, site, other_of(last), "%s of %s at byte %zu, which a TMA store is still writing", verb, name, at);
+    return true;
+  }
+  if (write && cell.readers) {
+    finding(Kind::in_flight, site, {}, "write of %s at byte %zu, which an asynchronous copy is still reading", name, at);
+    return true;
+  }
   const bool both_atomic = access.atomic && (cell.flags & kAtomicWrite);
   const bool unordered = last.clock && !both_atomic && !ordered(last, access);
-  const Epoch *reader = write ? unordered_reader(cell, access) : nullptr;
+  const Epoch *before = conflict(cell, access, write);
   if (unordered)
-    finding(Kind::race, access.epoch.site, other_of(last), "%s of %s at byte %zu after an unsynchronised write%s",
-            write ? "write" : "read", buffer.name.c_str(), at, where(last));
-  if (reader)
-    finding(Kind::race, access.epoch.site, other_of(*reader), "write of %s at byte %zu after an unsynchronised read%s",
-            buffer.name.c_str(), at, where(*reader));
-  return unordered || reader;
+    finding(Kind::race, site, other_of(last), "%s of %s at byte %zu after an unsynchronised write%s", verb, name, at,
+            where(last));
+  if (before)
+    finding(Kind::race, site, other_of(*before), "%s of %s at byte %zu after an unsynchronised %s%s", verb, name, at,
+            before->writes ? "write" : "read", where(*before));
+  return unordered || before;
 }
 
 void check_cells(Buffer &buffer, uintptr_t address, size_t bytes, bool write, const Access &access) {
@@ -110,8 +118,9 @@ void check_cells(Buffer &buffer, uintptr_t address, size_t bytes, bool write, co
   for (size_t i = (address - buffer.low) >> shift; i <= last; i++) {
     Cell &cell = buffer.cells[i];
     reported = reported || check(cell, buffer, i << shift, write, access);
-    if (write) remember_write(cell, access.epoch, access.atomic ? kAtomicWrite : 0);
-    else remember_read(cell, access);
+    if (!write) remember_read(cell, access);
+    else if (access.atomic) remember_atomic_write(cell, access);
+    else remember_write(cell, access.epoch, 0);
   }
 }
 
@@ -161,10 +170,37 @@ bool global_write(const void *pointer, size_t bytes, const Access &access) {
   return true;
 }
 
+namespace {
+
+// Calls visit with each cell of bytes that somebody may write.
+template <class Visit>
+void each_cell(const void *pointer, size_t bytes, Visit visit) {
+  const uintptr_t address = uintptr_t(pointer);
+  Buffer *buffer = bytes ? buffer_of(address, bytes) : nullptr;
+  if (!detecting() || !buffer || buffer->read_only) return;
+  make_cells(*buffer);
+  const size_t last = (address + bytes - 1 - buffer->low) >> granule_shift();
+  for (size_t i = (address - buffer->low) >> granule_shift(); i <= last; i++) visit(buffer->cells[i]);
+}
+
+}  // namespace
+
+void global_begin_read(const void *pointer, size_t bytes) {
+  each_cell(pointer, bytes, [](Cell &cell) { cell.readers++; });
+}
+
+void global_end_read(const void *pointer, size_t bytes) {
+  each_cell(pointer, bytes, [](Cell &cell) { cell.readers--; });
+}
+
+void global_set_pending(const void *pointer, size_t bytes, bool pending) {
+  each_cell(pointer, bytes, [&](Cell &cell) { cell.flags = pending ? cell.flags | kPending : cell.flags & ~kPending; });
+}
+
 void shadow_new_launch() {
   for (Buffer &buffer : buffers) drop_cells(buffer);
   shared_forget();
-  readers_forget();
+  lists_forget();
 }
 
 void buffers_forget() {

@@ -7,7 +7,7 @@ namespace emu {
 namespace {
 
 void local(uintptr_t address, int bytes, Site site) {
-  if (block.has_async_proxy && wgmma_registers_in_flight(current->id, reinterpret_cast<void *>(address), bytes))
+  if (wgmma_registers_in_flight(current->id, reinterpret_cast<void *>(address), bytes))
     finding(Kind::in_flight, site, {}, "registers of a wgmma are touched before it was waited for");
 }
 
@@ -90,7 +90,7 @@ void __tsan_write_range(void *p, unsigned long bytes) { touch(p, int(bytes), tru
 void emu_atomic(void *address, int bytes) { touch(address, bytes, true, true, EMU_PC()); }
 void emu_atomic_load(void *address, int bytes) { touch(address, bytes, false, true, EMU_PC()); }
 
-// ---- -fsanitize=bounds, object-size and integer-divide-by-zero. The layouts are those of GCC's ubsan (gcc/ubsan.cc).
+// ---- -fsanitize=bounds and object-size. The layouts are those of GCC's ubsan (gcc/ubsan.cc).
 
 struct UbsanPlace {
   const char *file;
@@ -109,13 +109,6 @@ struct UbsanAccess {
   const UbsanType *type;
   unsigned char log_alignment, kind;
 };
-
-void __ubsan_handle_divrem_overflow(void *, void *, void *) {
-  emu::stop(emu::Kind::misuse, emu::site_of(EMU_PC()), "integer division by zero");
-}
-void __ubsan_handle_divrem_overflow_abort(void *, void *, void *) {
-  emu::stop(emu::Kind::misuse, emu::site_of(EMU_PC()), "integer division by zero");
-}
 
 // The access itself would hit another variable of the fiber, so the launch ends.
 void __ubsan_handle_out_of_bounds(UbsanBounds *data, void *index) {

@@ -130,7 +130,7 @@ void mbarrier_arrive(Mbarrier &mbarrier, uint32_t count, Site site) {
 Epoch mbarrier_write(Mbarrier &mbarrier, Site site) {
   const Clock clock = ++agent_clocks[mbarrier.agent - block.threads];
   if (detecting()) mbarrier.running.clocks[mbarrier.agent] = clock;
-  return Epoch{clock, uint16_t(mbarrier.agent), site, block.number};
+  return Epoch{clock, mbarrier.agent, site, block.number};
 }
 
 void mbarrier_complete_tx(Mbarrier &mbarrier, uint32_t bytes, Site site) {

@@ -28,8 +28,7 @@ std::string quoted(const std::string &text) {
   return out + "\"";
 }
 
-std::string indices(uint32_t number) {
-  const auto &grid = launches.empty() ? std::array<unsigned, 3>{1, 1, 1} : launches.back().grid;
+std::string indices(uint32_t number, const std::array<unsigned, 3> &grid) {
   const unsigned x = std::max(1u, grid[0]), y = std::max(1u, grid[1]);
   char text[64];
   snprintf(text, sizeof text, "[%u,%u,%u]", number % x, number / x % y, number / (x * y));
@@ -43,8 +42,8 @@ std::string findings_json() {
     snprintf(text, sizeof text, ",\"thread\":%d,\"pc\":%zu,\"other_thread\":%d,\"other_pc\":%zu,\"count\":%ld}",
              f.thread, size_t(offset_of(f.site)), f.other.thread, size_t(offset_of(f.other.site)), f.count);
     out += (out.empty() ? "{\"kind\":" : ",{\"kind\":") + quoted(name_of(f.kind)) + ",\"message\":" + quoted(f.text) +
-           ",\"kernel\":" + quoted(f.kernel) + ",\"block\":" + indices(f.block) +
-           ",\"other_block\":" + indices(f.other.block) + text;
+           ",\"kernel\":" + quoted(f.kernel) + ",\"block\":" + indices(f.block, f.grid) +
+           ",\"other_block\":" + indices(f.other.block, f.grid) + text;
   }
   return out;
 }

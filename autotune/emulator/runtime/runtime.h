@@ -75,11 +75,15 @@ void finding(Kind kind, Site site, Other other, const char *format, ...) __attri
 using Clock = uint32_t;
 using Clocks = std::vector<Clock>;  // `agents` long
 
-struct Epoch {      // one access: by whom, when, where
-  Clock clock = 0;  // 0 is "none"
-  uint16_t agent = 0;
+struct Epoch {       // one access: by whom, when, where
+  Clock clock = 0;   // 0 is "none"
+  uint16_t agent : 14, atomic : 1, writes : 1;
   Site site = 0;
   uint32_t block = 0;
+
+  Epoch() : agent(0), atomic(0), writes(0) {}
+  Epoch(Clock clock, int agent, Site site, uint32_t block)
+      : clock(clock), agent(uint16_t(agent)), atomic(0), writes(0), site(site), block(block) {}
 };
 
 // ---- the block that runs -------------------------------------------------------------------------------------------
@@ -137,6 +141,14 @@ extern char *arena;      // shared memory, aligned to its size
 inline int warp_of(int thread) { return thread / kWarp; }
 inline int lane_of(int thread) { return thread % kWarp; }
 inline bool detecting() { return emu_settings.detect != 0; }
+inline bool moves_at_issue() {  // whether the bytes of an asynchronous copy do, rather than at its wait
+  return emu_settings.async_mode == kEarly || (emu_settings.async_mode == kRandom && (block.random() & 1));
+}
+inline unsigned all_lanes(int warp) {  // that exist
+  const int count = block.threads - warp * kWarp;
+  return count >= kWarp ? ~0u : (1u << count) - 1;
+}
+inline int granule_shift() { return emu_settings.granule == 1 ? 0 : 1; }
 inline int mbarrier_agent(int i) { return block.threads + i % kMbarriers; }
 inline int wgmma_agent(int warp) { return block.threads + kMbarriers + warp; }
 
@@ -167,9 +179,8 @@ uint32_t shared_offset(const void *pointer, const char *what, Site site);  // st
 // Shadow checks of one access to shared memory. `as` is the agent that makes it, `seen` what it is ordered after.
 // The thread's own generic accesses are `generic(thread, site)`.
 struct Access {
-  int thread;  // for the report
   Epoch epoch;
-  const Clock *seen;
+  const Clock *seen = nullptr;
   bool async_proxy = false;  // reads: the last generic write must be fenced
   const Clock *fenced = nullptr;
   bool atomic = false;
@@ -180,7 +191,6 @@ void shared_write(uint32_t offset, int bytes, const Access &access);        // c
 void shared_check_write(uint32_t offset, int bytes, const Access &access);  // checks alone
 void shared_set_written(uint32_t offset, int bytes, const Epoch &epoch, bool async_proxy);
 void shared_set_pending(uint32_t offset, int bytes, const Epoch &epoch);  // an asynchronous copy into it is in flight
-void shared_clear_pending(uint32_t offset, int bytes);
 // The last write of each granule must be known to `at_issue`: else somebody wrote while the operation was reading.
 void shared_unchanged_since(uint32_t offset, int bytes, const Clock *at_issue, int thread, Site site, const char *what);
 
@@ -190,6 +200,10 @@ std::string address_name(const void *pointer);
 // False (and a finding) when the bytes are not inside one buffer; the caller must not touch them then.
 bool global_read(const void *pointer, size_t bytes, const Access &access);
 bool global_write(const void *pointer, size_t bytes, const Access &access);
+// Of asynchronous copies: they read the bytes until the end of theirs, or write them until somebody has waited.
+void global_begin_read(const void *pointer, size_t bytes);
+void global_end_read(const void *pointer, size_t bytes);
+void global_set_pending(const void *pointer, size_t bytes, bool pending);
 
 // ---- counters ------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ namespace {
 std::vector<Cell> cells;  // a cell for each granule of the arena
 size_t used = 0;          // cells that were touched since shared_forget
 
-int shift() { return emu_settings.granule == 1 ? 0 : 1; }
-
 bool inside(uint32_t offset, int bytes, const char *verb, const Access &access) {
   if (offset + bytes <= block.shared_bytes) return true;
   finding(Kind::out_of_bounds, access.epoch.site, {}, "%s of %d bytes at shared+0x%x; the block has 0x%zx bytes", verb,
@@ -18,8 +16,8 @@ bool inside(uint32_t offset, int bytes, const char *verb, const Access &access) 
 
 template <class Visit>
 void each_cell(uint32_t offset, int bytes, Visit visit) {
-  const uint32_t last = (offset + bytes - 1) >> shift();
-  for (uint32_t i = offset >> shift(); i <= last; i++) visit(cells[i], i << shift());
+  const uint32_t last = (offset + bytes - 1) >> granule_shift();
+  for (uint32_t i = offset >> granule_shift(); i <= last; i++) visit(cells[i], i << granule_shift());
 }
 
 // True after a finding: an access has one, whatever the number of its cells.
@@ -33,6 +31,8 @@ bool check_read(Cell &cell, uint32_t at, const Access &access) {
     finding(Kind::uninitialised, site, {}, "read of shared+0x%x, which nobody has written", at);
   else if (!ordered(write, access) && !(access.atomic && (cell.flags & kAtomicWrite)))
     finding(Kind::race, site, other_of(write), "read of shared+0x%x after an unsynchronised write", at);
+  else if (const Epoch *atomic = conflict(cell, access, false))
+    finding(Kind::race, site, other_of(*atomic), "read of shared+0x%x after an unsynchronised write", at);
   else if (access.async_proxy && !(cell.flags & kAsyncWrite) && write.clock > access.fenced[write.agent])
     finding(Kind::proxy, site, other_of(write),
             "asynchronous read of shared+0x%x: no fence.proxy.async since it was written", at);
@@ -50,18 +50,19 @@ bool check_write(const Cell &cell, uint32_t at, const Access &access) {
     return true;
   }
   const bool unordered = write.clock && !both_atomic && !ordered(write, access);
-  const Epoch *reader = unordered_reader(cell, access);
+  const Epoch *before = conflict(cell, access, true);
   if (unordered) finding(Kind::race, site, other_of(write), "write of shared+0x%x after an unsynchronised write", at);
-  if (reader) finding(Kind::race, site, other_of(*reader), "write of shared+0x%x after an unsynchronised read", at);
-  return unordered || reader;
+  if (before)
+    finding(Kind::race, site, other_of(*before), "write of shared+0x%x after an unsynchronised %s", at,
+            before->writes ? "write" : "read");
+  return unordered || before;
 }
 
 }  // namespace
 
 Access generic(int thread, Site site) {
   Access access;
-  access.thread = thread;
-  access.epoch = Epoch{0, uint16_t(thread), site, block.number};
+  access.epoch = Epoch{0, thread, site, block.number};
   if (!detecting()) return access;
   access.seen = clocks_of(thread);
   access.fenced = fenced_of(thread);
@@ -72,9 +73,9 @@ Access generic(int thread, Site site) {
 void shadow_reset_shared(size_t from, size_t to) {
   if (!detecting()) return;
   if (cells.empty()) cells.resize(kSharedArena);
-  const size_t last = (to + emu_settings.granule - 1) >> shift();
-  for (size_t i = from >> shift(); i < last; i++) {
-    if (cells[i].readers == kMany) give_back_readers(cells[i].more);
+  const size_t last = (to + emu_settings.granule - 1) >> granule_shift();
+  for (size_t i = from >> granule_shift(); i < last; i++) {
+    if (cells[i].count == kMany) forget_accesses(cells[i]);
     cells[i] = Cell{};
   }
   used = std::max(used, last);
@@ -86,7 +87,7 @@ void shared_forget() {
 }
 
 void shared_read(uint32_t offset, int bytes, const Access &access) {
-  if (!detecting() || !inside(offset, bytes, "read", access)) return;
+  if (!inside(offset, bytes, "read", access) || !detecting()) return;
   bool reported = false;
   each_cell(offset, bytes, [&](Cell &cell, uint32_t at) {
     reported = reported || check_read(cell, at, access);
@@ -95,18 +96,18 @@ void shared_read(uint32_t offset, int bytes, const Access &access) {
 }
 
 void shared_check_write(uint32_t offset, int bytes, const Access &access) {
-  if (!detecting() || !inside(offset, bytes, "write", access)) return;
+  if (!inside(offset, bytes, "write", access) || !detecting()) return;
   bool reported = false;
   each_cell(offset, bytes, [&](Cell &cell, uint32_t at) { reported = reported || check_write(cell, at, access); });
 }
 
 void shared_write(uint32_t offset, int bytes, const Access &access) {
-  if (!detecting() || !inside(offset, bytes, "write", access)) return;
-  const uint8_t flags = access.atomic ? kAtomicWrite : 0;
+  if (!inside(offset, bytes, "write", access) || !detecting()) return;
   bool reported = false;
   each_cell(offset, bytes, [&](Cell &cell, uint32_t at) {
     reported = reported || check_write(cell, at, access);
-    remember_write(cell, access.epoch, flags);
+    if (access.atomic) remember_atomic_write(cell, access);
+    else remember_write(cell, access.epoch, 0);
   });
 }
 
@@ -118,11 +119,6 @@ void shared_set_written(uint32_t offset, int bytes, const Epoch &epoch, bool asy
 void shared_set_pending(uint32_t offset, int bytes, const Epoch &epoch) {
   if (!detecting()) return;
   each_cell(offset, bytes, [&](Cell &cell, uint32_t) { remember_write(cell, epoch, kPending); });
-}
-
-void shared_clear_pending(uint32_t offset, int bytes) {
-  if (!detecting()) return;
-  each_cell(offset, bytes, [&](Cell &cell, uint32_t) { cell.flags &= ~kPending; });
 }
 
 void shared_unchanged_since(uint32_t offset, int bytes, const Clock *at_issue, int thread, Site site,

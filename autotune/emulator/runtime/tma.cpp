@@ -101,7 +101,7 @@ void move_load(const Load &load) {
 void deliver(const Load &load) {
   const Transfer &transfer = load.transfer;
   move_load(load);
-  shared_clear_pending(transfer.shared, int(transfer.bytes));
+  if (load.allowed) each_row(transfer, [](const Row &row) { global_end_read(row.global, row.end - row.begin); });
   shared_set_written(transfer.shared, int(transfer.bytes), mbarrier_write(*load.mbarrier, transfer.site), true);
   mbarrier_complete_tx(*load.mbarrier, transfer.bytes, transfer.site);
 }
@@ -111,6 +111,7 @@ void issue_load(const Transfer &transfer, void *barrier, const char *name) {
   Mbarrier &mbarrier = mbarrier_at(barrier, name, transfer.site);
   mbarrier_require_fenced(mbarrier, name, transfer.site);
   const Load load{transfer, &mbarrier, count_and_check_global(transfer, false, false)};
+  if (load.allowed) each_row(transfer, [](const Row &row) { global_begin_read(row.global, row.end - row.begin); });
   Access access = generic(transfer.thread, transfer.site);
   access.async_proxy = true;
   shared_check_write(transfer.shared, int(transfer.bytes), access);
@@ -123,7 +124,6 @@ void issue_load(const Transfer &transfer, void *barrier, const char *name) {
 
 }  // namespace
 
-void tma_reset() { loads.clear(); }
 
 bool tma_deliver(bool oldest) {
   if (loads.empty()) return false;
@@ -216,21 +216,30 @@ void check_source(const BulkStore &store) {
   });
 }
 
+// What a store writes is there for its thread after a full wait, and for others when that is ordered before them; after
+// .read alone it may still be on its way.
+std::vector<std::vector<Transfer>> unsettled;    // by thread
+
+void set_pending(const Transfer &transfer, bool pending) {
+  each_row(transfer, [&](const Row &row) { global_set_pending(row.global, row.end - row.begin, pending); });
+}
+
+void settle(int thread) {
+  for (const Transfer &transfer : unsettled[thread]) set_pending(transfer, false);
+  unsettled[thread].clear();
+}
+
 void complete(BulkStore *store) {
   if (!store->moved) move_store(*store);
   if (detecting()) check_source(*store);
   count_in_flight(store->transfer.thread, -int64_t(store->transfer.bytes));
+  if (store->allowed && !store->add) unsettled[store->transfer.thread].push_back(store->transfer);
   pool.give_back(store);
 }
 
 void complete_oldest(Thread &thread) {
   for (BulkStore *store : thread.store_groups.front()) complete(store);
   thread.store_groups.pop_front();
-}
-
-bool moves_at_issue() {
-  if (emu_settings.async_mode == kRandom) return block.random() & 1;
-  return emu_settings.async_mode == kEarly;
 }
 
 void issue_store(const Transfer &transfer, int add) {
@@ -244,6 +253,7 @@ void issue_store(const Transfer &transfer, int add) {
   if (detecting()) tick(transfer.thread);        // its later writes are not known to the store
   count_bulk(Space::shared_read, arena + transfer.shared, transfer.bytes, transfer.site);
   count_in_flight(transfer.thread, transfer.bytes);
+  if (store->allowed && !add) set_pending(transfer, true);
   if (moves_at_issue()) move_store(*store);
   current->stores.push_back(store);
 }
@@ -257,6 +267,11 @@ void leave(std::vector<BulkStore *> &stores, const char *what) {
 }
 
 }  // namespace
+
+void tma_reset() {
+  loads.clear();
+  unsettled.assign(size_t(block.threads), {});
+}
 
 void bulk_stores_finish(Thread &thread) {
   for (auto &group : thread.store_groups) leave(group, "waited for");
@@ -297,10 +312,11 @@ void emu_bulk_commit(void) {
   current->stores.clear();
 }
 
-// .read waits until the sources were read, which is all that the block itself can observe of the stores.
+// .read waits until the sources were read; the stores themselves may then still be in flight.
 void emu_bulk_wait(int groups_left, int read) {
   count_wait(read ? "cp.async.bulk.wait_group.read" : "cp.async.bulk.wait_group", site_of(EMU_PC()));
   while (int(current->store_groups.size()) > groups_left) complete_oldest(*current);
+  if (!read) settle(current->id);
 }
 
 }  // extern "C"

@@ -169,7 +169,7 @@ void each_run(const Operand &operand, Visit visit) {
 void check_operand(const Operand &operand, const Wgmma &wgmma) {
   const int thread = first_thread();
   Access access = generic(thread, wgmma.site);
-  access.epoch = Epoch{wgmma.group, uint16_t(agent_of_group()), wgmma.site, block.number};
+  access.epoch = Epoch{wgmma.group, agent_of_group(), wgmma.site, block.number};
   access.async_proxy = true;
   access.fenced = wgmma.issue.fenced.data();
   each_run(operand, [&](uint32_t offset, int bytes) {

@@ -268,6 +268,77 @@ def test_division_by_zero():
     assert "division by zero" in finding.message
 
 
+@pytest.mark.parametrize("operation", ["/", "%"])
+def test_division_out_of_range(operation: str):
+    """INT_MIN / -1: a GPU goes on with some number, an x86 CPU faults."""
+    divide = f"Y[0] = ((int)0x80000000 + (int)(0 * X[0])) {operation} (int)(X[0] * 0 - 1);"
+    report = broken_mirror(STORE, f"{STORE} if (threadIdx.x == 0) {{ {divide} }}")
+    assert kinds(report) == {"misuse"}
+    assert divide in report.findings[0].place.text
+
+
+def test_a_fault_ends_the_launch_and_not_the_process():
+    edit = replaced(STORE, f"{STORE} Y[0] = 5 / (int)threadIdx.x;")
+    faulty = kernels.built_with("sm_80", kernels.mirror(2), edit=edit)
+    clean = kernels.built("sm_80", kernels.mirror, 2)
+    for _ in range(3):
+        X, Y = kernels.tensor(256), kernels.unwritten(256)
+        assert faulty(X, kernels.unwritten(256)).stopped
+        clean(X, Y).assert_clean()
+        assert torch.equal(Y.view(2, 128), X.view(2, 128).flip(1))
+
+
+def test_local_arrays_that_do_not_fit():
+    big = "float big[200000]; for (int i = 199999; i >= 0; i--) big[i] = X[0]; Y[0] = big[(int)X[1] & 7];"
+    report = broken_mirror(STORE, f"{STORE} if (threadIdx.x == 0) {{ {big} }}")
+    assert report.stopped and not report.clean
+
+
+# ---- atomics: they do not race with each other, and do with all else, in whatever order they come
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "greedy-descending"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        # block 1 adds too before it reads
+        "if (threadIdx.x == 0) { atomicAdd(&Y[0], 1.0f); if (blockIdx.x == 1) Y[128] = Y[0]; }",
+        # so does thread 1, in shared memory
+        "__syncthreads(); if (threadIdx.x < 2) atomicAdd(&x[0], 1.0f); if (threadIdx.x == 1) Y[1] = x[0];",
+        "__syncthreads(); if (threadIdx.x < 2) atomicAdd(&x[0], 1.0f); if (threadIdx.x == 1) x[0] = 3.0f;",
+    ],
+)
+def test_a_plain_access_after_somebody_elses_atomic(statement: str, order: str):
+    report = broken_mirror(STORE, f"{statement}", order=order)
+    assert "race" in kinds(report)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "if (threadIdx.x == 0) AtomicLoad(&Y[0], 0); else AtomicAdd(&Y[0], 1.0f, 0);",
+        "__syncthreads(); if (threadIdx.x & 1) AtomicAdd(&x[0], 1.0f, 0); else AtomicLoad(&x[0], 0);",
+    ],
+)
+def test_atomics_beside_atomics_are_clean(statement: str, order: str):
+    assert not broken_mirror(STORE, statement, order=order).findings
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "greedy"])
+def test_threads_that_exit_before_a_barrier(order: str):
+    report = broken_mirror(FILL, f"if (threadIdx.x >= 64) return; {FILL}", order=order)
+    assert "barrier" in kinds(report)
+
+
+def test_many_readers_in_many_blocks_are_quick():
+    """Every thread of 64 blocks reads the same 128 numbers of a tensor that the kernel writes elsewhere."""
+    read_all = "float sum = 0.0f; for (int i = 0; i < 128; i++) sum += Y[i]; if (sum == 1e30f) Y[200] = sum;"
+    report = broken_mirror(STORE, read_all, blocks=64)
+    assert report.clean
+    assert report.seconds < 5
+
+
 # ---- asynchronous copies
 
 
@@ -277,6 +348,32 @@ def test_cp_async_without_its_wait(settings: dict[str, Any]):
     assert "in_flight" in kinds(report)
     finding = next(f for f in report.findings if f.kind == "in_flight")
     assert "ldmatrix" in finding.place.text + finding.other_place.text
+
+
+@pytest.mark.parametrize("settings", kernels.SCHEDULES, ids=lambda s: f"{s['async_mode']}-{s['order']}")
+def test_the_source_of_a_copy_changes_before_its_wait(settings: dict[str, Any]):
+    copy = (
+        "Y[threadIdx.x] = 1.0f; __syncthreads(); if (threadIdx.x < 32) { "
+        "tl::cp_async_gs<16>(x + 4 * threadIdx.x, Y + 4 * threadIdx.x); tl::cp_async_commit(); } __syncthreads(); "
+        "{0} __syncthreads(); if (threadIdx.x < 32) tl::cp_async_wait<0>(); __syncthreads();"
+    )
+    assert broken_mirror(SYNC, copy.replace("{0}", ""), blocks=1, **settings).clean
+    report = broken_mirror(SYNC, copy.replace("{0}", "Y[threadIdx.x] = 7.0f;"), blocks=1, **settings)
+    assert kinds(report) == {"in_flight"}
+
+
+@pytest.mark.parametrize("settings", kernels.SCHEDULES, ids=lambda s: f"{s['async_mode']}-{s['order']}")
+@pytest.mark.parametrize("wait", ["", "tl::tma_store_wait<0, true>();"])
+def test_what_a_tma_store_writes_is_read_back_too_early(wait: str, settings: dict[str, Any]):
+    """Even after .read: that waits for the source alone."""
+    store = re.compile(r"tl::tma_store_wait<0.*>\(\);")
+
+    def edit(source: str) -> str:
+        assert len(store.findall(source)) == 1
+        early = f"{wait} if (C[0] == half_t(1e4f)) ((half_t*)a)[0] = C[1]; tl::tma_store_wait<0, false>();"
+        return store.sub(early, source)
+
+    assert "in_flight" in kinds(broken_product("sm_90a", edit, **settings))
 
 
 def test_misaligned_cp_async():
