@@ -22,7 +22,8 @@ COUNTERS = ("compile", "tune", "binary_load", "fallback")
 class Impl:
     """One way to compute an op.
 
-    refuse(problem) returns None if it can serve the problem, else the reason in words; it imports nothing heavy.
+    refuse(problem) returns None if it can serve the problem, else the reason in words; it imports nothing heavy, but
+    for CuPy, which alone can say whether it works, and is asked for CUDA tensors only.
     load(problem) returns the object whose forward (and backward) computes; it may build.
     """
 
@@ -127,12 +128,14 @@ def _choose(op: Op, problem: Problem, backend: str) -> Choice:
             continue
         reason = impl.refuse(problem)
         if reason is None:
-            if backend == "auto" and impl.backend not in COMPILED:
-                fall_back(op.name, impl.backend, "; ".join(reasons))
             try:
-                return Choice(impl.backend, impl.load(problem))
+                choice = Choice(impl.backend, impl.load(problem))
             except BuildError as error:
                 reason = str(error)
+            else:
+                if backend == "auto" and impl.backend not in COMPILED:
+                    fall_back(op.name, impl.backend, "; ".join(reasons))
+                return choice
         reasons.append(f"{impl.backend}: {reason}")
     raise UnsupportedError(f"{op.name}: no backend can serve {problem}: " + "; ".join(reasons))
 

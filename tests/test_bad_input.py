@@ -96,7 +96,7 @@ SEQUENCE: dict[str, Row] = {
     "feature map rank": value("feature_map", "(2, 9, 2)", feature_map=lambda x: x.sum(-1)),
     "feature map time": value("feature_map", "(2, 8, 2, 16)", feature_map=lambda x: x[:, 1:]),
     "feature map output": kind("feature_map", "NoneType", feature_map=lambda x: None),
-    "backend": value("backend is 'cuda'", "auto, binary, jit, torch", backend="cuda"),
+    "backend": value("backend is 'cuda'", "auto, binary, jit, cupy, torch", backend="cuda"),
     "keyword": kind("head_first", head_first=True),
     "cu_seqlens with a batch": value("B = 2 with cu_seqlens", "B = 1", cu_seqlens=ints([0, T])),
 }
@@ -147,7 +147,7 @@ DECODE: dict[str, Row] = {
     "out requires grad": value("out", "gradient", out=torch.zeros(B, HV, V, requires_grad=True)),
     "feature map": value("feature_map is 'softmax'", "elu1, relu, identity", feature_map="softmax"),
     "feature map rank": value("feature_map", "(2, 2)", feature_map=lambda x: x.sum(-1)),
-    "backend": value("backend is 'triton'", "auto, binary, jit, torch", backend="triton"),
+    "backend": value("backend is 'triton'", "auto, binary, jit, cupy, torch", backend="triton"),
     "keyword": kind("causal", causal=True),
 }
 POOL: dict[str, Row] = {

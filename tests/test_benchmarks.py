@@ -171,7 +171,7 @@ def test_bench_times_every_backend_that_serves(capsys):
     found = json.loads(capsys.readouterr().out)
     backends = [row["backend"] for row in found["rows"]]
     assert backends[-1] == "torch"
-    assert set(backends) | set(found["not_timed"]) == {"binary", "jit", "torch"}
+    assert set(backends) | set(found["not_timed"]) == {"binary", "jit", "cupy", "torch"}
     assert all(row["median_us"] > 0 for row in found["rows"])
 
 

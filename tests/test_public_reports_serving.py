@@ -116,7 +116,7 @@ def test_R20_explain_agrees_with_the_call():
         said = explain(linear_attention, *inputs, backend=backend)
         linear_attention(*inputs, backend=backend)
         assert said.backend == last_backend("linear_attention")
-        assert [name for name, _ in said.rows] == ["binary", "jit", "torch"]
+        assert [name for name, _ in said.rows] == ["binary", "jit", "cupy", "torch"]
     said = str(explain("linear_attention", *qkv(dtype=torch.float64)))
     assert "float64" in said and "torch serves this call" in said
     assert all(f"{b:<8}cannot: dtype float64" in said for b in ("binary", "jit"))

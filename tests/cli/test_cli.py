@@ -188,7 +188,7 @@ def test_explain(say: Any, binaries: None, op: str, dtype: str):
     code, out, _ = say("explain", op, "--dtype", dtype, "--json")
     report = json.loads(out)
     assert (code, report["op"], report["backend"]) == (0, op, backend)
-    assert list(report["reasons"]) == ["binary", "jit", "torch"]
+    assert list(report["reasons"]) == ["binary", "jit", "cupy", "torch"]
     for name, reason in report["reasons"].items():
         assert f"  {name:<8}{reason}\n" in text
 

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from linattn_tl import apply, loader, registry, shapes
+from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.linear_attention import trial
+from linattn_tl.ops.linear_attention.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Op
@@ -69,7 +71,7 @@ def linear_attention(
         initial_state: (kv [N, HV, K, V], z [N, H, K]), fp32, N sequences; zeros when None.
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1; one may be empty.
-        backend: "auto", or one of "binary", "jit", "torch", which then never falls back.
+        backend: "auto", or one of "binary", "jit", "cupy", "torch", which then never falls back.
 
     Returns:
         (o [B, T, HV, V] in v's dtype, LinearState or None). Differentiable in q, k, v and the initial state, through
@@ -118,7 +120,7 @@ def linear_attention_decode(
         slots: int32 or int64 [B], the row of the pool of each sequence, no row twice; -1 is padding: its o is 0 and no
             state is touched.
         out: a tensor like v to write o to.
-        backend: "auto", or one of "binary", "jit", "torch".
+        backend: "auto", or one of "binary", "jit", "cupy", "torch".
 
     Returns:
         o, shaped and typed like v (`out`, if it was given).
@@ -413,7 +415,7 @@ OP = Op(
     name=NAME,
     call=linear_attention,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind(*args, **kwargs)[0]),
-    impls=loader.impls(_KERNELS, CpuRunner, TorchRunner),
+    impls=with_cupy(loader.impls(_KERNELS, CpuRunner, TorchRunner), ArrayRunner),
     kernels=_KERNELS,
     compiled=CpuRunner,
     trial=trial,
@@ -434,7 +436,7 @@ DECODE_OP = Op(
     name=DECODE,
     call=linear_attention_decode,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind_decode(*args, **kwargs)[0], DECODE),
-    impls=loader.impls((kernels.DECODE,), CpuDecode, lambda: decode),
+    impls=with_cupy(loader.impls((kernels.DECODE,), CpuDecode, lambda: decode), ArrayDecode),
     kernels=(kernels.DECODE,),
     compiled=CpuDecode,
     trial=trial,
