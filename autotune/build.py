@@ -1,4 +1,4 @@
-"""Kernel + problem + config + target -> a shared object, with g++ and no device.
+"""Kernel + problem + config + target -> a shared object, with g++ and no device. cuda_build.py does it for GPUs.
 
 TileLang compiles without -O, so its emitted source is compiled here. -ffast-math is never used: linking with it
 sets flush-to-zero for the whole process.
@@ -70,10 +70,10 @@ def tools() -> Tools:
 
 @cache
 def fingerprint(op: str) -> str:
-    """Hash of every source file that shapes a binary of this family: a changed kernel makes old binaries misses."""
+    """Hash of every source file that shapes a CPU binary of this family: a changed kernel makes old binaries misses."""
     family = ROOT / "tl_kernels" / op
     files = [
-        *sorted(family.glob("*.py")),
+        *(file for file in sorted(family.glob("*.py")) if not file.name.startswith("cuda")),
         *(ROOT / "tl_kernels" / name for name in ("spec.py", "macros.py", "tile.h")),
         launcher.HEADER,
         Path(launcher.__file__),
@@ -91,6 +91,10 @@ def binary_key(kernel: Kernel, problem: Problem, config: object, target: Target,
 
     An unchecked binary has another name, so it is never served and a checked run builds and checks its own.
     """
+    if target.device == "cuda":
+        from autotune import cuda_build  # it imports this module
+
+        return cuda_build.binary_key(kernel, problem, config, target, checked)
     return make_key(
         kernel=kernel.name,
         dtype=problem.dtype,
@@ -138,6 +142,10 @@ def compile_source(source: str, target: Target, out: Path) -> None:
 
 def build(kernel: Kernel, problem: Problem, config: object, target: Target, out: Path) -> dict[str, object]:
     """Build one binary at out and return its manifest. Raises BuildError when a tool is missing or fails."""
+    if target.device == "cuda":
+        from autotune import cuda_build
+
+        return cuda_build.build(kernel, problem, config, target, out)
     if tools().missing:
         raise BuildError(f"{kernel.name}: {tools().missing}")
     start = time.perf_counter()

@@ -13,6 +13,14 @@ _V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "mov
 _V4 = _V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
 CPU_ARCHS = {"cpu-v4": _V4, "cpu-v3": _V3}
 GCC_MARCH = {"cpu-v4": "x86-64-v4", "cpu-v3": "x86-64-v3"}
+SHARED_LIMIT = {  # bytes of shared memory a block may have: CUDA C++ Programming Guide, "Technical Specifications"
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100a": 227 * 1024,
+    "sm_120a": 99 * 1024,
+}
 
 
 def offered(cpuinfo: str | None = None) -> tuple[Target, ...]:
@@ -37,9 +45,22 @@ def named(arch: str) -> Target:
 
     Raises ValueError, naming the known archs, for one we cannot build for.
     """
-    if arch not in CPU_ARCHS:
-        raise ValueError(f"target: arch is {arch!r}; expected one of {', '.join(CPU_ARCHS)}")
-    return Target(arch)
+    if arch not in CPU_ARCHS and arch not in SHARED_LIMIT:
+        raise ValueError(f"target: arch is {arch!r}; expected one of {', '.join((*CPU_ARCHS, *SHARED_LIMIT))}")
+    return Target(arch, smem_bytes=SHARED_LIMIT.get(arch, 0))
+
+
+def cuda_archs(major: int, minor: int) -> tuple[str, ...]:
+    """The archs whose binaries a GPU of this compute capability runs, best first.
+
+    Machine code runs on its own capability and on later ones of the same major number; that of an arch with an `a` on
+    its own alone.
+    """
+    exact = f"sm_{major}{minor}a"
+    if exact in SHARED_LIMIT:
+        return (exact,)
+    known = (arch for arch in SHARED_LIMIT if arch.startswith(f"sm_{major}") and len(arch) == 4 + len(str(major)))
+    return tuple(sorted((arch for arch in known if int(arch[-1]) <= minor), reverse=True))
 
 
 def _read_cpuinfo() -> str:

@@ -12,15 +12,7 @@ from typing import Any
 
 from autotune.build import TILELANG
 from autotune.emulator.errors import EmulatorError
-
-SHARED_LIMIT = {  # bytes of shared memory a block may have: CUDA C++ Programming Guide, "Technical Specifications"
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100a": 227 * 1024,
-    "sm_120a": 99 * 1024,
-}
+from autotune.target import SHARED_LIMIT
 
 Dim = int | str  # a number, a symbol's name, or an expression over symbols as Python writes it
 
