@@ -11,11 +11,11 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint clean
+.PHONY: help venv demo test bench static-report lint clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PYTHON=python3] [TORCH=$(TORCH)] [ARGS=...]"
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(READY) ## create .venv with the package and its development tools; again only when pyproject.toml changes
 
@@ -27,6 +27,9 @@ test: $(READY) ## run the tests
 
 bench: $(READY) ## measure against other implementations, in one run
 	$(PY) -m benchmarks.run $(ARGS)
+
+static-report: $(READY) ## registers, spills, traffic and bank conflicts of the CUDA kernels; needs no GPU
+	$(PY) -m benchmarks.static_report $(ARGS)
 
 lint: $(READY) ## check style and types; changes nothing
 	.venv/bin/ruff check .

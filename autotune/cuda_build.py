@@ -49,7 +49,9 @@ LINK_FLAGS = (
     "-Wl,-z,noseparate-code",  # this and the next: fewer pages that are mostly empty
     "-Wl,-z,norelro",
 )
-PASSES: dict[str, Any] = {}  # TileLang's pass configs; whoever verifies a kernel must lower it with the same
+# TileLang's pass configs; whoever verifies a kernel must lower it with the same. A caller's tensors are aligned to 16
+# bytes, and 256-bit accesses would fault on them.
+PASSES: dict[str, Any] = {"tl.disable_vectorize_256": True}
 
 
 def missing() -> str:

@@ -1,0 +1,574 @@
+"""Linear attention through compiled CUDA kernels: which kernel runs over which tokens, with which switches.
+
+A causal pass is one launch whose programs walk whole sequences. Where sequences, heads and blocks of the state leave
+multiprocessors idle and sequences are long, they are cut into spans: the state of each span (`carry`), the state before
+each (`scan`), then the pass itself over all spans at once. A non-causal pass carries the state over all keys and emits
+for all queries.
+
+Kernels write gradients of q and k, and of the initial z, for each value head; a group's sum is taken here, in an order
+that does not change. No kernel is launched without tokens. Tensors are handed over contiguous and 16-byte aligned;
+others are copied first.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from autotune.launcher.cuda import CudaBinary
+from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.registry import UnsupportedError
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
+
+FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}
+ALIGNMENT = 16  # bytes; kernels read vectors of this size
+MULTIPLE = 16  # of K and V
+MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65535  # CUDA C++ Programming Guide, "Technical Specifications"
+SPAN_MULTIPLE = 64  # tokens; the largest chunk of a kernel, so that none but the last of a sequence is ragged
+# A carried span's state is written, scanned and read, which costs as much memory traffic as some 250 of its tokens at
+# K = V = 128. Estimates, not measurements: nobody has timed them on a GPU.
+CARRIED_TOKENS = 512  # no carried span shorter than this
+CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
+SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
+WAVES = 2  # programs a multiprocessor that a cut aims at
+KEPT = 4096  # packed numbers that a launcher remembers
+
+
+class Launcher(Protocol):
+    """One kernel, built with one config, and how it is launched."""
+
+    config: Any
+    kept: dict[Any, Any]  # what pack made, by the caller's keys
+
+    def pack(self, numbers: Mapping[str, float]) -> Any:
+        """Scalars and dynamic sizes, by name (there may be more than the kernel has), as launch takes them."""
+        ...
+
+    def launch(self, packed: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Run on the current stream of the first tensor's device.
+
+        Tensors are in the kernel's order, contiguous, and may have other ranks than the kernel's; None is one that the
+        numbers say is not touched.
+        """
+        ...
+
+
+class CudaLauncher:
+    """A loaded binary as a Launcher."""
+
+    def __init__(self, binary: CudaBinary, config: Any):
+        self.binary, self.config = binary, config
+        self.kept: dict[Any, Any] = {}
+
+    def pack(self, numbers: Mapping[str, float]) -> bytes:
+        return self.binary.fixed(*[numbers[name] for name in self.binary.numbers])
+
+    def launch(self, packed: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
+        device = tensors[0].get_device()  # pyright: ignore[reportOptionalMemberAccess]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        words = [0 if x is None else x.data_ptr() for x in tensors]
+        self.binary(self.binary.addresses(device, stream, *words) + packed)
+
+
+def refuse_sizes(problem: Problem) -> str | None:
+    """Why no CUDA kernel of this family serves the problem, or None."""
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}"
+    for name, width in (("K", problem.K), ("V", problem.V)):
+        if not 0 < width <= MAX_HEAD_DIM or width % MULTIPLE:
+            return f"{name}={width}; CUDA kernels take multiples of {MULTIPLE} up to {MAX_HEAD_DIM}"
+    return None
+
+
+# ---- spans
+
+
+class Walk(NamedTuple):
+    """What a kernel walks: sequences of tokens, cut into spans of `segment` tokens, and heads."""
+
+    sequences: int
+    length: int  # tokens of each sequence, or 0 where cu_seqlens tells
+    tokens: int  # of all sequences
+    H: int
+    HV: int
+    K: int
+    V: int
+    segment: int
+    cut: bool = False  # into more than a span a sequence
+
+    @property
+    def empty(self) -> bool:
+        return self.tokens == 0 or self.HV == 0
+
+    @property
+    def spans(self) -> int:
+        """Packed sequences may have a few slots more than spans: see find_span in tl_kernels/macros.py."""
+        if self.length:
+            return self.sequences * -(-self.length // self.segment)
+        return self.tokens // self.segment + self.sequences
+
+
+def carried_segment(sequences: int, tokens: int, programs: int, multiprocessors: int) -> int:
+    """Tokens of a span that has a state of its own, or 0 where each sequence is walked as a whole.
+
+    Args:
+        sequences, tokens: how many there are; tokens of all sequences together.
+        programs: of each span: value heads times blocks of the state.
+        multiprocessors: of the device.
+    """
+    if sequences == 0 or 2 * sequences * programs > multiprocessors:
+        return 0
+    segment = max(_even_segment(tokens, programs, multiprocessors), CARRIED_TOKENS)
+    return segment if tokens >= sequences * segment * CARRIED_SPANS else 0
+
+
+def spread_segment(tokens: int, programs: int, multiprocessors: int) -> int:
+    """Tokens of a span where nothing is carried, so that a cut costs a read of the state and no more."""
+    return max(_even_segment(tokens, programs, multiprocessors), SPREAD_TOKENS)
+
+
+def _even_segment(tokens: int, programs: int, multiprocessors: int) -> int:
+    spans = max(1, WAVES * multiprocessors // max(programs, 1))
+    return -(-max(tokens, 1) // (spans * SPAN_MULTIPLE)) * SPAN_MULTIPLE
+
+
+# ---- tensors
+
+
+class States(NamedTuple):
+    """kv [n, HV, K, V] and z [n, H, K], or gradients with z [n, HV, K]; contiguous fp32. Both or neither."""
+
+    kv: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return 0 if self.kv is None else self.kv.shape[0]
+
+
+NO_STATES = States()
+
+
+def _ready(x: torch.Tensor) -> bool:
+    """Whether a kernel can read and write x where it lies."""
+    return x.data_ptr() % ALIGNMENT == 0 and x.is_contiguous() and not x.is_neg()
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where a kernel could not read it."""
+    if _ready(x):
+        return x
+    copied = x.resolve_neg().contiguous()
+    return copied if _ready(copied) else copied.clone()
+
+
+def _indices(x: torch.Tensor | None) -> torch.Tensor | None:
+    if x is None or (x.dtype is torch.int32 and _ready(x)):
+        return x
+    return plain(x.to(torch.int32))
+
+
+def _new_states(count: int, q: torch.Tensor, v: torch.Tensor, z_heads: int) -> States:
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    return States(
+        torch.empty(count, HV, K, V, dtype=torch.float32, device=q.device),
+        torch.empty(count, z_heads, K, dtype=torch.float32, device=q.device),
+    )
+
+
+def _given(kv: torch.Tensor | None, z: torch.Tensor | None, count: int, q: torch.Tensor, v: torch.Tensor) -> States:
+    """States that were handed in, zeros for one that is missing."""
+    if kv is None and z is None:
+        return NO_STATES
+    if kv is None:
+        kv = torch.zeros(count, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
+    if z is None:
+        z = torch.zeros(count, q.shape[2], q.shape[3], dtype=torch.float32, device=q.device)
+    return States(plain(kv), plain(z))
+
+
+def _unchanged(start: States, count: int, q: torch.Tensor, v: torch.Tensor, z_heads: int) -> States:
+    """What a walk without tokens ends with: the initial states, in memory of their own, or zeros."""
+    if start.kv is None or start.z is None:
+        return States(*(x.zero_() for x in _new_states(count, q, v, z_heads) if x is not None))
+    return States(start.kv.clone(), start.z.clone())
+
+
+def _by_value_head(z: torch.Tensor, heads: int) -> torch.Tensor:
+    """[N, H, K] -> [N, HV, K] whose sum over a group is z."""
+    if heads == 1:
+        return z
+    spread = torch.zeros(z.shape[0], z.shape[1], heads, z.shape[2], dtype=z.dtype, device=z.device)
+    spread[:, :, 0] = z
+    return spread.flatten(1, 2)
+
+
+def _group_sums(x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """[..., HV, K] -> [..., H, K]: value heads that share a q/k head, summed."""
+    return x if heads == 1 else x.unflatten(dim, (-1, heads)).sum(dim + 1)
+
+
+class _Tokens(NamedTuple):
+    """What backward kernels read, made plain: [B, T, ...], k and v [B, T_k, ...]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    dout: torch.Tensor
+    den: torch.Tensor | None  # missing where there are no queries
+    delta: torch.Tensor  # [B, T, HV] fp32, rowsum(dO * O) / -den
+    cu: torch.Tensor | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"tokens": self.q.shape[0] * self.q.shape[1], "keys": self.k.shape[0] * self.k.shape[1]}
+
+
+# ---- the runners
+
+
+class CudaRunner:
+    """The compiled backends of linear_attention on NVIDIA GPUs.
+
+    Args:
+        binaries: launchers by the kernels' names. backward_kv, or both backward_k and backward_v; a trial of one kernel
+            needs no other than those that a call of it launches.
+        multiprocessors: of the device.
+    """
+
+    differentiable = False
+
+    def __init__(self, binaries: Mapping[str, Launcher], multiprocessors: int):
+        self.binaries = {name.split(".")[1]: binary for name, binary in binaries.items()}
+        self.multiprocessors = multiprocessors
+        self._walks: dict[Any, Walk] = {}
+
+    # ---- forward
+
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
+        """(o, kv, z), and for backward den and, of a non-causal call that does not return it, the state of all keys.
+
+        keep=False: there will be no backward, and den is None.
+        """
+        q, k, v = (plain(x) for x in inputs[:3])
+        cu = _indices(lengths)
+        same = v.shape[1] == q.shape[1]
+        o = torch.empty_like(v) if same else v.new_empty(*q.shape[:2], *v.shape[2:])
+        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
+        start = _given(inputs[3], inputs[4], q.shape[0] if cu is None else cu.shape[0] - 1, q, v)
+        if opt.causal:
+            final = self._forward(q, k, v, o, den, cu, start, opt)
+            return (o, *(final if opt.output_final_state else NO_STATES)), (den, None, None)
+        total = self._sum(q, k, v, cu, start, opt)
+        walk = self._walk("emit", q, v, cu, carried=False)
+        if not walk.empty:
+            tensors = (q, o, den, *total, cu)
+            rows = walk.tokens if keep else 0
+            self._launch("emit", walk, opt, tensors, tokens=walk.tokens, rows=rows, N0=total.count, keep_den=int(keep))
+        if opt.output_final_state:
+            return (o, *total), (den, None, None)
+        return (o, None, None), (den, *total)
+
+    def _forward(self, q: Any, k: Any, v: Any, o: Any, den: Any, cu: Any, start: States, opt: Options) -> States:
+        """Fills o and den; the final state."""
+        walk = self._walk("forward", q, v, cu)
+        N, H, want = walk.sequences, walk.H, opt.output_final_state
+        if walk.empty:
+            return _unchanged(start, N, q, v, H) if want else NO_STATES
+        final = _new_states(N, q, v, H) if want else NO_STATES
+        if walk.cut:
+            start = self._span_states(q, k, v, cu, walk, start, final, opt)
+        left = NO_STATES if walk.cut else final
+        self._launch(
+            "forward", walk, opt, (q, k, v, o, den, *start, *left, cu),
+            tokens=walk.tokens, rows=0 if den is None else walk.tokens, N0=start.count, N1=left.count,
+            initial=int(start.count > 0), final=int(left.count > 0), keep_den=int(den is not None),
+        )  # fmt: skip
+        return final
+
+    def _sum(self, q: Any, k: Any, v: Any, cu: Any, start: States, opt: Options) -> States:
+        """The state after all keys."""
+        walk = self._walk("carry", k, v, cu)
+        if walk.empty:
+            return _unchanged(start, walk.sequences, q, v, walk.H)
+        total = _new_states(walk.sequences, q, v, walk.H)
+        if walk.cut:
+            self._span_states(q, k, v, cu, walk, start, total, opt)
+        else:
+            self._carry(k, v, cu, walk, start, total, opt)
+        return total
+
+    def _carry(self, k: Any, v: Any, cu: Any, walk: Walk, start: States, end: States, opt: Options) -> None:
+        self._launch(
+            "carry", walk, opt, (k, v, *start, *end, cu),
+            tokens=walk.tokens, N0=start.count, N1=end.count, initial=int(start.count > 0),
+        )  # fmt: skip
+
+    def _span_states(
+        self, q: Any, k: Any, v: Any, cu: Any, walk: Walk, start: States, final: States, opt: Options
+    ) -> States:
+        """The state before each span; fills the final state of each sequence, where there is one to fill."""
+        spans = _new_states(walk.spans, q, v, walk.H)
+        self._carry(k, v, cu, walk, NO_STATES, spans, opt)
+        self._scan(spans, cu, walk, start, final, walk.H)
+        return spans
+
+    def _scan(
+        self, spans: States, cu: Any, walk: Walk, start: States, final: States, z_heads: int, reverse: bool = False
+    ) -> None:
+        self._launch(
+            "scan", walk, None, (*spans, *start, *final, cu),
+            S=spans.count, HZ=z_heads, N0=start.count, N1=final.count,
+            initial=int(start.count > 0), final=int(final.count > 0), reverse=int(reverse),
+        )  # fmt: skip
+
+    # ---- backward
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        saved: Sequence[Any],
+        lengths: Any,
+        grads: Sequence[Any],
+        needs: Sequence[bool],
+        opt: Options,
+    ) -> list[Any]:
+        """One gradient an input that needs one."""
+        q, k, v = (plain(x) for x in inputs[:3])
+        o, den, cu = plain(results[0]), None if saved[0] is None else plain(saved[0]), _indices(lengths)
+        dout = torch.zeros_like(o) if grads[0] is None else plain(grads[0])
+        delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+        x = _Tokens(q, k, v, o, dout, den, delta, cu)
+        N, heads = q.shape[0] if cu is None else cu.shape[0] - 1, v.shape[2] // max(q.shape[2], 1)
+        found: list[Any] = [None] * 5
+        wants_rest = any(needs[1:])
+        if needs[0] or (opt.normalize and wants_rest):  # the others read delta
+            kv, z = inputs[3:] if opt.causal else results[1:] if opt.output_final_state else saved[1:]
+            start = _given(kv, z, N, q, v)
+            dq = self._grad_q(x, start, opt)
+            found[0] = _group_sums(dq, heads, 2) if needs[0] else None
+        if wants_rest:
+            final = _given(grads[1], grads[2], N, q, v)
+            if final.z is not None:
+                final = States(final.kv, plain(_by_value_head(final.z, heads)))
+            found[1:] = self._grad_kv(x, final, needs[1:], heads, opt)
+        return [g if need else None for g, need in zip(found, needs, strict=True)]
+
+    def _grad_q(self, x: _Tokens, start: States, opt: Options) -> torch.Tensor:
+        """The gradient of q for each value head, [B, T, HV, K]; fills delta. start: non-causal, of all keys."""
+        name = "backward_q" if opt.causal else "backward_q_all"
+        walk = self._walk(name, x.q, x.v, x.cu, carried=opt.causal)
+        dq = torch.empty(*x.q.shape[:2], walk.HV, x.q.shape[3], dtype=x.q.dtype, device=x.q.device)
+        if walk.empty:
+            return dq
+        if walk.cut and opt.causal:
+            start = self._span_states(x.q, x.k, x.v, x.cu, walk, start, NO_STATES, opt)
+        tensors = (x.q, x.k, x.v, x.o, x.dout, x.den, dq, x.delta, *start, x.cu)
+        self._launch(name, walk, opt, tensors, **x.sizes, N0=start.count, initial=int(start.count > 0))
+        return dq
+
+    def _grad_kv(self, x: _Tokens, final: States, needs: Sequence[bool], heads: int, opt: Options) -> list[Any]:
+        """Gradients of k, v and the initial state, from that of the final state (z for each value head)."""
+        wants_k, wants_v, wants_state = needs[0], needs[1], any(needs[2:])
+        B, T = x.k.shape[:2]
+        dk = torch.empty(B, T, x.v.shape[2], x.k.shape[3], dtype=x.k.dtype, device=x.k.device) if wants_k else None
+        dv = torch.empty_like(x.v) if wants_v else None
+        if not opt.causal:
+            end = self._carry_back(x, final, opt)
+            if wants_k or wants_v:
+                self._emit_back(x, end, dk, dv, opt)
+        elif not (wants_k or wants_v):
+            end = self._carry_back(x, final, opt)
+        else:
+            end = self._walk_back(x, final, dk, dv, wants_state, opt)
+        dz = None if end.z is None else _group_sums(end.z, heads, 1)
+        return [None if dk is None else _group_sums(dk, heads, 2), dv, end.kv, dz]
+
+    def _walk_back(self, x: _Tokens, final: States, dk: Any, dv: Any, wants_state: bool, opt: Options) -> States:
+        """Fills dk and dv; the gradient of the initial state."""
+        names = self._names_back(dk, dv)
+        walk = self._walk(names[0], x.k, x.v, x.cu)
+        N, HV = walk.sequences, walk.HV
+        if walk.empty:
+            return _unchanged(final, N, x.q, x.v, HV)
+        end = _new_states(N, x.q, x.v, HV) if wants_state else NO_STATES
+        left = end
+        if walk.cut:
+            spans = _new_states(walk.spans, x.q, x.v, HV)
+            self._launch_back("backward_carry", walk, x, None, None, NO_STATES, spans, opt)
+            self._scan(spans, x.cu, walk, final, end, HV, reverse=True)
+            final, left = spans, NO_STATES
+        if names[0] == "backward_kv":  # it writes both, whoever asked
+            dk = torch.empty(*x.k.shape[:2], HV, x.k.shape[3], dtype=x.k.dtype, device=x.k.device) if dk is None else dk
+            dv = torch.empty_like(x.v) if dv is None else dv
+        for name in names:
+            self._launch_back(name, walk, x, dk, dv, final, NO_STATES if name == "backward_v" else left, opt)
+        if names == ("backward_v",) and left.count:  # which alone leaves no state
+            self._launch_back("backward_carry", walk, x, None, None, final, left, opt)
+        return end
+
+    def _names_back(self, dk: Any, dv: Any) -> tuple[str, ...]:
+        """The kernels that make the wanted ones of dk and dv: one for both where it exists."""
+        names = tuple(name for name, x in (("backward_k", dk), ("backward_v", dv)) if x is not None)
+        split = self.binaries.keys() >= set(names)
+        return names if split and (len(names) == 1 or "backward_kv" not in self.binaries) else ("backward_kv",)
+
+    def _carry_back(self, x: _Tokens, final: States, opt: Options) -> States:
+        """The gradient of the initial state; non-causal, that of the state of all keys, which is the same."""
+        walk = self._walk("backward_carry", x.q, x.v, x.cu)
+        N, HV = walk.sequences, walk.HV
+        if walk.empty:
+            return _unchanged(final, N, x.q, x.v, HV)
+        end = _new_states(N, x.q, x.v, HV)
+        if not walk.cut:
+            self._launch_back("backward_carry", walk, x, None, None, final, end, opt)
+            return end
+        spans = _new_states(walk.spans, x.q, x.v, HV)
+        self._launch_back("backward_carry", walk, x, None, None, NO_STATES, spans, opt)
+        self._scan(spans, x.cu, walk, final, end, HV, reverse=True)
+        return end
+
+    def _emit_back(self, x: _Tokens, end: States, dk: Any, dv: Any, opt: Options) -> None:
+        """Fills dk and dv of a non-causal pass from the gradient of the state of all keys."""
+        for name, wanted in (("backward_k_all", dk), ("backward_v_all", dv)):
+            walk = self._walk(name, x.k, x.v, x.cu, carried=False)
+            if wanted is not None and not walk.empty:
+                self._launch_back(name, walk, x, dk, dv, end, NO_STATES, opt)
+
+    def _launch_back(
+        self, name: str, walk: Walk, x: _Tokens, dk: Any, dv: Any, final: States, initial: States, opt: Options
+    ) -> None:
+        tensors = (x.q, x.k, x.v, x.dout, x.den, x.delta, dk, dv, *final, *initial, x.cu)
+        self._launch(
+            name, walk, opt, tensors, **x.sizes,
+            N0=initial.count, N1=final.count, final=int(final.count > 0), initial=int(initial.count > 0),
+        )  # fmt: skip
+
+    # ---- launches
+
+    def _walk(self, name: str, x: torch.Tensor, v: torch.Tensor, cu: Any, carried: bool = True) -> Walk:
+        """A kernel's way over the tokens of x [B, T, H, K]."""
+        key = (name, carried, x.shape, v.shape, -1 if cu is None else cu.shape[0])
+        walk = self._walks.get(key)
+        if walk is None:
+            if len(self._walks) >= KEPT:
+                self._walks.clear()
+            walk = self._walks[key] = self._new_walk(name, x, v, cu, carried)
+        return walk
+
+    def _new_walk(self, name: str, x: torch.Tensor, v: torch.Tensor, cu: Any, carried: bool) -> Walk:
+        B, T, H, K = x.shape
+        HV, V = v.shape[2:]
+        N, tokens = (B, B * T) if cu is None else (cu.shape[0] - 1, T)
+        programs, length = HV * _blocks(self.binaries[name].config, K, V), 0 if cu is not None else T
+        if carried:
+            segment = carried_segment(N, tokens, programs, self.multiprocessors)
+        else:
+            segment = spread_segment(tokens, programs, self.multiprocessors)
+        if 0 < segment < (length or tokens):
+            return Walk(N, length, tokens, H, HV, K, V, segment, cut=True)
+        # a segment longer than all packed tokens: no sequence takes a second slot, not even an empty last one
+        return Walk(N, length, tokens, H, HV, K, V, length or tokens + 1)
+
+    def _launch(self, name: str, walk: Walk, opt: Options | None, tensors: Sequence[Any], **numbers: int) -> None:
+        binary = self.binaries[name]
+        key = (walk, opt, *numbers.values())
+        packed = binary.kept.get(key)
+        if packed is None:
+            blocks = _blocks(binary.config, walk.K, walk.V)
+            _check_grid(name, walk.HV, max(walk.spans, walk.sequences) * blocks)
+            packed = binary.pack({**_walk_numbers(walk), **_option_numbers(opt), **numbers})
+            keep(binary, key, packed)
+        binary.launch(packed, tensors)
+
+
+def keep(binary: Launcher, key: Any, packed: Any) -> None:
+    if len(binary.kept) >= KEPT:
+        binary.kept.clear()
+    binary.kept[key] = packed
+
+
+def _walk_numbers(walk: Walk) -> dict[str, int]:
+    return {
+        "spans": walk.spans,
+        "sequences": walk.sequences,
+        "length": walk.length,
+        "segment": walk.segment,
+        "H": walk.H,
+        "HV": walk.HV,
+        "M": 0 if walk.length else walk.sequences + 1,
+    }
+
+
+def _option_numbers(opt: Options | None) -> dict[str, float]:
+    if opt is None:
+        return {}
+    return {
+        "feature_map": FEATURE_MAP_CODES[opt.feature_map],
+        "normalize": int(opt.normalize),
+        "scale": opt.scale,
+        "eps": opt.eps,
+    }
+
+
+def _blocks(config: Any, K: int, V: int) -> int:
+    """Programs that share a state, by the sizes of blocks that the config has."""
+    if hasattr(config, "block"):
+        return K * V // config.block
+    return -(-K // getattr(config, "BK", K)) * -(-V // getattr(config, "BV", V))
+
+
+def _check_grid(name: str, heads: int, blocks: int) -> None:
+    if heads > MAX_GRID_Y or blocks > MAX_GRID_X:
+        raise UnsupportedError(
+            f"linear_attention: {name} would have a grid of {blocks} x {heads} (HV); expected at most "
+            f"{MAX_GRID_X} x {MAX_GRID_Y}"
+        )
+
+
+class CudaDecode:
+    """The compiled backends of linear_attention_decode on NVIDIA GPUs."""
+
+    def __init__(self, binaries: Mapping[str, Launcher]):
+        self.decode = next(b for name, b in binaries.items() if name.split(".")[1] == "decode")
+
+    def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
+        """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
+        tensors = (q, k, v, out, kv, z)
+        for x in tensors:
+            if not _ready(x):
+                return self._copied(q, k, v, kv, z, slots, opt, out)
+        key = (q.shape, v.shape, kv.shape[0], slots is None, opt)
+        packed = self.decode.kept.get(key)
+        if packed is None:
+            if out.numel() == 0:
+                return out
+            packed = self.decode.pack(self._numbers(q, v, kv, slots, opt))
+            keep(self.decode, key, packed)
+        begin = out.data_ptr()
+        end = begin + out.nbytes
+        for x in (q, k, v):
+            at = x.data_ptr()
+            if at < end and begin < at + x.nbytes:  # a program might read what another has written
+                return self._copied(q, k, v, kv, z, slots, opt, out)
+        self.decode.launch(packed, (*tensors, _indices(slots)))
+        return out
+
+    def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
+        """The step with copies of what the kernel cannot read or write in place, and of out always."""
+        o = torch.empty_like(out, memory_format=torch.contiguous_format)
+        pool_kv, pool_z = plain(kv), plain(z)
+        self(plain(q), plain(k), plain(v), pool_kv, pool_z, slots, opt, o)
+        for mine, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
+            if mine is not copy:
+                mine.copy_(copy)
+        return out
+
+    def _numbers(self, q: Any, v: Any, kv: Any, slots: Any, opt: Options) -> dict[str, float]:
+        B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
+        HV, V = v.shape[-2:]
+        _check_grid("decode", HV, B * _blocks(self.decode.config, K, V))
+        sizes = {"B": B, "tokens": n, "H": H, "HV": HV, "P": kv.shape[0], "M": 0 if slots is None else B}
+        return {**sizes, "use_slots": int(slots is not None), **_option_numbers(opt)}

@@ -1,0 +1,486 @@
+"""The CUDA runner of linear attention, with its kernels under the emulator, against the definition.
+
+What the runner decides is tested here: which kernels, which switches, which sizes; that they cover all of an op's
+options; and that nothing is launched where there is nothing to do. A launch with a finding fails.
+"""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from autotune import cuda_build, target
+from autotune.emulator import Emulated, lower
+from autotune.verify import check_close
+from linattn_tl.ops.linear_attention import cuda as runners
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaLauncher, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
+from linattn_tl.registry import UnsupportedError
+from tests.conftest import CACHE
+from tl_kernels.linear_attention import cuda as kernels
+from tl_kernels.spec import Problem
+
+K = V = 32
+TRUTH = TorchRunner(recurrent)
+FULL, ALL = Options(causal=False), (True,) * 5
+FP32, BF16 = ("sm_80", "float32"), ("sm_90a", "bfloat16")
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+
+class EmulatedBinary:
+    """A kernel's first config under the emulator, as a Launcher."""
+
+    def __init__(self, name: str, arch: str, dtype: str):
+        problem = Problem("linear_attention", dtype, K, V, "cuda")
+        self.kernel = next(k for k in kernels.KERNELS if k.name == f"linear_attention.{name}")
+        self.problem, self.arch = problem, arch
+        self.config = self.kernel.configs(problem, target.named(arch))[0]
+        self.kept: dict[Any, Any] = {}
+        self.launches = 0
+
+    @cached_property
+    def emulated(self) -> Emulated:
+        """Lowered at the first launch, and kept for the next run of the tests: it takes up to ten seconds."""
+        fingerprint = cuda_build.fingerprint("linear_attention")
+        key = f"{fingerprint} {self.kernel.name} {self.problem} {self.config} {self.arch}"
+        path = CACHE / "lowered" / hashlib.sha256(key.encode()).hexdigest()
+        try:
+            lowered = pickle.loads(path.read_bytes())
+        except (OSError, EOFError, pickle.PickleError):
+            lowered = lower(self.kernel.build(self.problem, self.config), self.arch)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(lowered))
+            part.replace(path)
+        return Emulated(lowered, cache=CACHE / "emulator")
+
+    def pack(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        lowered = self.emulated.lowered
+        names = [p.name for p in lowered.parameters if p.kind == "scalar"] + [s.name for s in lowered.symbols]
+        return {name: numbers[name] for name in names}
+
+    def launch(self, packed: Mapping[str, float], tensors: Sequence[torch.Tensor | None]) -> None:
+        parameters = self.emulated.lowered.parameters
+        wanted = [p for p in parameters if p.kind == "tensor"]
+        given = {p.name: self._seen(p, x, packed) for p, x in zip(wanted, tensors, strict=True)}
+        arguments = [given[p.name] if p.kind == "tensor" else packed[p.name] for p in parameters]
+        self.emulated(*arguments, count=False).assert_clean()
+        self.launches += 1
+
+    def _seen(self, parameter: Any, x: torch.Tensor | None, packed: Mapping[str, float]) -> torch.Tensor:
+        """x as the kernel sees it, by the sizes in the numbers alone."""
+        shape = [int(packed[d]) if isinstance(d, str) else d for d in parameter.shape]
+        if x is None:
+            floats = parameter.dtype.startswith(("float", "bfloat"))
+            return torch.full(shape, float("nan") if floats else -1, dtype=getattr(torch, parameter.dtype))
+        assert x.is_contiguous() and x.data_ptr() % 16 == 0, f"{self.kernel.name}: {parameter.name}"
+        return x.view(shape)
+
+
+@cache
+def binary(name: str, arch: str, dtype: str) -> EmulatedBinary:
+    return EmulatedBinary(name, arch, dtype)
+
+
+STAGES = tuple(k.name.split(".")[1] for k in kernels.KERNELS)
+PIECES = tuple(stage for stage in STAGES if stage != "backward_kv")  # of a problem too large for it
+
+
+def runner(arch: str, dtype: str, stages: Sequence[str] = STAGES, multiprocessors: int = 1) -> CudaRunner:
+    """With one multiprocessor nothing is cut."""
+    return CudaRunner({f"linear_attention.{s}": binary(s, arch, dtype) for s in stages}, multiprocessors)
+
+
+def launches() -> dict[str, int]:
+    """Of every binary so far."""
+    return {f"{a}.{d}.{s}": binary(s, a, d).launches for s in STAGES for a, d in (FP32, BF16)}
+
+
+def example(
+    dtype: str = "float32",
+    B: int = 1,
+    T: int = 37,
+    keys: int | None = None,
+    H: int = 1,
+    heads: int = 2,
+    cu: tuple[int, ...] | None = None,
+    state: bool = False,
+) -> tuple[list[Any], Any]:
+    """(q, k, v, kv, z) and lengths."""
+    io, T_k = getattr(torch, dtype), T if keys is None else keys
+    N = B if cu is None else len(cu) - 1
+    q, k = torch.randn(B, T, H, K).to(io), torch.randn(B, T_k, H, K).to(io)
+    v = torch.randn(B, T_k, H * heads, V).to(io)
+    states = (torch.randn(N, H * heads, K, V), torch.rand(N, H, K) * 3) if state else (None, None)
+    return [q, k, v, *states], None if cu is None else torch.tensor(cu)
+
+
+def exact(inputs: Sequence[Any], lengths: Any, opt: Options, upstream: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """Outputs and gradients of all inputs in float64."""
+    leaves = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    outputs, _ = TRUTH.forward(leaves, lengths, opt._replace(output_final_state=True))
+    if upstream is None:
+        return [x.detach() for x in outputs], None
+    pairs = [(x, g.double()) for x, g in zip(outputs, upstream, strict=True) if g is not None and x.requires_grad]
+    wanted = [x for x in leaves if x is not None]
+    found: Any = iter(torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    grads = [None if x is None else next(found) for x in leaves]
+    grads = [None if x is None else torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    return [x.detach() for x in outputs], grads
+
+
+def check(
+    run: CudaRunner,
+    inputs: Sequence[Any],
+    lengths: Any,
+    opt: Options,
+    *subsets: Sequence[bool],
+    outputs_only: bool = False,
+    states_only: bool = False,
+) -> None:
+    """Forward, and backward for each subset of gradients, are within the caps, in their inputs' dtypes."""
+    dtype = str(inputs[0].dtype).removeprefix("torch.")
+    results, saved = run.forward(inputs, lengths, opt)
+    wanted = exact(inputs, lengths, opt)[0]
+    upstream = [None if states_only else torch.randn(wanted[0].shape).to(inputs[2].dtype), None, None]
+    if opt.output_final_state and not outputs_only:
+        upstream[1:] = [torch.randn(x.shape) for x in wanted[1:]]
+    grads = exact(inputs, lengths, opt, upstream)[1]
+    for name, x, truth in zip(("o", "kv", "z"), results, wanted, strict=True):
+        assert (x is not None) == (name == "o" or opt.output_final_state)
+        if x is not None:
+            assert x.dtype == (inputs[2].dtype if name == "o" else torch.float32)
+            check_close(name, x, truth, dtype=dtype)
+    # as the library op does, where an empty tensor stands for none
+    o, *results = results
+    results, saved, upstream = (
+        [None if x is None or not x.numel() else x for x in xs] for xs in (results, saved, upstream)
+    )
+    for wants in subsets or (ALL,):
+        needs = [want and x is not None for want, x in zip(wants, inputs, strict=True)]
+        found = run.backward(inputs, [o, *results], saved, lengths, upstream, needs, opt)
+        names = ("dq", "dk", "dv", "dkv", "dz")
+        for name, x, given, truth, need in zip(names, found, inputs, grads, needs, strict=True):
+            assert (x is not None) == need, (name, needs)
+            if x is not None:
+                assert x.dtype == given.dtype, name
+                check_close(name, x, truth, dtype=dtype)
+
+
+# ---- one pass
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("T", [1, 37, 100])
+def test_causal(arch: str, dtype: str, T: int):
+    inputs, lengths = example(dtype, B=2 if T == 37 else 1, T=T, H=1 + (T == 37), state=T != 100)
+    check(runner(arch, dtype), inputs, lengths, Options(scale=0.5, output_final_state=T != 37))
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed(arch: str, dtype: str, causal: bool):
+    cu = (0, 0, 7, 7, 71, 100, 100)
+    inputs, lengths = example(dtype, T=100, cu=cu, state=True)
+    check(runner(arch, dtype), inputs, lengths, Options(causal=causal, scale=0.5, output_final_state=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("feature_map", "normalize", "eps"),
+    [("relu", True, 0.1), ("relu", False, 1e-6), ("identity", False, 1e-6), ("elu1", False, 1e-6)],
+)
+def test_options(feature_map: str, normalize: bool, eps: float, causal: bool):
+    inputs, lengths = example(H=2, heads=1, state=True)
+    check(runner(*FP32), inputs, lengths, Options(feature_map, causal, normalize, 0.3, eps, output_final_state=True))
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("keys", [37, 70, 1])
+def test_all_keys(arch: str, dtype: str, keys: int):
+    inputs, lengths = example(dtype, B=2, keys=keys, state=keys != 37)
+    check(runner(arch, dtype), inputs, lengths, FULL._replace(scale=0.5, output_final_state=keys == 70))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("only", ["outputs", "states"])
+def test_gradients_of_outputs_or_states_alone(only: str, causal: bool):
+    inputs, lengths = example(state=True)
+    opt = Options(causal=causal, output_final_state=True)
+    check(runner(*FP32), inputs, lengths, opt, outputs_only=only == "outputs", states_only=only == "states")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_subset_of_gradients(causal: bool, normalize: bool):
+    inputs, lengths = example(T=5, state=True)
+    opt = Options(causal=causal, normalize=normalize, output_final_state=True)
+    check(runner(*FP32), inputs, lengths, opt, *product((True, False), repeat=5))
+
+
+def test_only_what_is_wanted_is_launched():
+    """One kernel makes dk and dv; without a normaliser their gradients do not wait for that of q."""
+    inputs, lengths = example(T=20)
+    for normalize, needs, names in (
+        (True, (True, False, False), {"backward_q"}),
+        (True, (True, True, True), {"backward_q", "backward_kv"}),
+        (False, (False, True, True), {"backward_kv"}),
+        (False, (False, False, True), {"backward_v"}),
+        (False, (False, True, False), {"backward_k"}),
+    ):
+        opt = Options(normalize=normalize)
+        run = runner(*FP32)
+        results, saved = run.forward(inputs, lengths, opt)
+        before = launches()
+        grads = (torch.ones_like(results[0]), None, None)
+        run.backward(inputs, results, saved, lengths, grads, (*needs, False, False), opt)
+        assert {n.split(".")[2] for n, count in launches().items() if count > before[n]} == names
+
+
+@pytest.mark.parametrize("needs", [ALL, (False, False, True, True, True), (False, True, True, False, False)])
+def test_without_a_kernel_for_both(needs: tuple[bool, ...]):
+    inputs, lengths = example(state=True)
+    check(runner(*FP32, PIECES), inputs, lengths, Options(output_final_state=True), needs)
+
+
+# ---- spans
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of 16 tokens or so: as a long sequence is cut, at sizes that the emulator can walk."""
+    monkeypatch.setattr(runners, "CARRIED_TOKENS", 16)
+    monkeypatch.setattr(runners, "SPREAD_TOKENS", 16)
+    monkeypatch.setattr(runners, "CARRIED_SPANS", 1)
+    monkeypatch.setattr(runners, "SPAN_MULTIPLE", 16)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cu", [None, (0, 0, 7, 7, 71, 100, 100)])
+def test_spans(arch: str, dtype: str, causal: bool, cu: tuple[int, ...] | None):
+    inputs, lengths = example(dtype, T=100, cu=cu, state=True)
+    run = runner(arch, dtype, multiprocessors=64)
+    before = launches()
+    check(run, inputs, lengths, Options(causal=causal, scale=0.5, output_final_state=True))
+    name = f"{arch}.{dtype}.scan"
+    assert launches()[name] - before[name] == (3 if causal else 2)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("causal", [True, False])
+def test_spans_without_states(causal: bool):
+    inputs, lengths = example(B=2, T=50)
+    run = runner(*FP32, multiprocessors=64)
+    check(run, inputs, lengths, Options(causal=causal))
+    assert all(walk.cut for walk in run._walks.values())
+    check(run, inputs, lengths, Options(causal=causal), (False, True, False, False, False))
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("needs", [ALL, (False, False, True, True, True), (False, False, False, True, True)])
+def test_spans_without_a_kernel_for_both(needs: tuple[bool, ...]):
+    inputs, lengths = example(T=50, state=True)
+    check(runner(*FP32, PIECES, 64), inputs, lengths, Options(output_final_state=True), needs)
+
+
+def test_where_spans_are_cut():
+    """Long sequences that leave more than half of the multiprocessors idle, and no others."""
+    assert runners.carried_segment(1, 65536, 8, 132) == 2048  # 32 spans of 8 heads: 2 programs a multiprocessor
+    assert runners.carried_segment(1, 8192, 1, 132) == runners.CARRIED_TOKENS
+    assert runners.carried_segment(1, 2047, 1, 132) == 0  # too short
+    assert runners.carried_segment(32, 65536, 8, 132) == 0  # enough programs
+    assert runners.carried_segment(8, 8192, 1, 132) == 0  # enough for each sequence alone
+    assert runners.carried_segment(0, 0, 1, 132) == 0
+    assert runners.spread_segment(4096, 1, 132) == runners.SPREAD_TOKENS
+    assert runners.spread_segment(65536, 512, 132) >= 65536
+    for tokens, programs in product((1, 100, 4097, 100_000), (1, 7, 64)):
+        segment = runners.carried_segment(1, tokens, programs, 108)
+        assert segment % runners.SPAN_MULTIPLE == 0 and segment <= tokens
+        assert runners.spread_segment(tokens, programs, 108) % runners.SPAN_MULTIPLE == 0
+
+
+# ---- nothing to do, and what a kernel cannot read
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"T": 0, "cu": (0, 0, 0)}, {"T": 0, "cu": (0,)}])
+def test_without_tokens_nothing_is_launched(sizes: dict[str, Any], causal: bool):
+    before = launches()
+    opt = Options(causal=causal, output_final_state=True)
+    for state in (True, False):
+        inputs, lengths = example(**sizes, state=state)
+        check(runner(*FP32, multiprocessors=64), inputs, lengths, opt)
+        results, _ = runner(*FP32).forward(inputs, lengths, opt)
+        for x, given in zip(results[1:], inputs[3:], strict=True):
+            assert torch.equal(x, torch.zeros_like(x) if given is None else given)
+            assert given is None or x.numel() == 0 or x.data_ptr() != given.data_ptr()
+    assert launches() == before
+
+
+@pytest.mark.parametrize(("T", "keys"), [(9, 0), (0, 9)])
+@pytest.mark.parametrize("state", [True, False])
+def test_without_queries_or_keys(T: int, keys: int, state: bool):
+    inputs, lengths = example(T=T, keys=keys, state=state)
+    check(runner(*FP32), inputs, lengths, FULL._replace(output_final_state=True, eps=0.1))
+
+
+def awkward(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values in memory that a kernel cannot read."""
+    if how == "strided":
+        return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+    if how == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if how == "negated":
+        return torch.complex(x.float(), -x.float()).conj().imag
+    raw = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return raw[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("how", ["strided", "transposed", "negated", "misaligned"])
+def test_awkward_memory(how: str):
+    inputs, _ = example(T=20, cu=(0, 5, 20), state=True)
+    lengths = torch.tensor([9, 0, 5, 20], dtype=torch.int32)[1:]  # misaligned
+    opt = Options(output_final_state=True)
+    given = [awkward(x, how) for x in inputs]
+    assert not any(runners._ready(x) for x in given)
+    check(runner(*FP32), given, lengths, opt)
+    results, saved = runner(*FP32).forward(inputs, lengths, opt)
+    grads = [torch.randn(x.shape) for x in results]
+    plain = runner(*FP32).backward(inputs, results, saved, lengths, grads, ALL, opt)
+    other = runner(*FP32).backward(given, results, saved, lengths, [awkward(x, how) for x in grads], ALL, opt)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_inputs_are_left_alone_and_results_repeat():
+    inputs, lengths = example(T=20, state=True)
+    before, opt = [x.clone() for x in inputs], Options(output_final_state=True)
+    first, saved = runner(*FP32).forward(inputs, lengths, opt)
+    second, none = runner(*FP32).forward(inputs, lengths, opt, keep=False)
+    assert none == (None, None, None) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    grads = [torch.randn(x.shape) for x in first]
+    found = [runner(*FP32).backward(inputs, first, saved, lengths, grads, ALL, opt) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_grids_beyond_the_limit_are_refused():
+    x = torch.zeros(1, 1, 65536, K).expand(1, 1, 65536, K)
+    with pytest.raises(UnsupportedError, match=r"forward would have a grid of 1 x 65536 \(HV\)"):
+        runner(*FP32).forward((x, x, x, None, None), None, Options())
+    with pytest.raises(UnsupportedError, match="grid of 2147483648 x 1"):
+        runners._check_grid("forward", 1, 2**31)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "v", "reason"),
+    [
+        ("bfloat16", 16, 256, None),
+        ("float64", 64, 64, "dtype float64 is not one of"),
+        ("float32", 40, 64, "K=40; CUDA kernels take multiples of 16 up to 256"),
+        ("float32", 64, 272, "V=272;"),
+        ("float32", 0, 64, "K=0;"),
+    ],
+)
+def test_refused_sizes(dtype: str, k: int, v: int, reason: str | None):
+    said = refuse_sizes(Problem("linear_attention", dtype, k, v, "cuda"))
+    assert said is None if reason is None else reason in (said or "")
+
+
+# ---- decode
+
+
+def check_decode(
+    run: CudaDecode, n: int | None = 1, heads: int = 2, slots: Any = None, opt: Options | None = None, how: str = ""
+) -> None:
+    B, rows = 3, 3 if slots is None else 5
+    (q, k, v, _, _), _ = example(B=B, T=1 if n is None else n, heads=heads)
+    (_, _, _, kv, z), _ = example(B=rows, T=1, heads=heads, state=True)
+    if n is None:
+        q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    out, opt = torch.full_like(v, float("nan")), opt or Options()
+    if how:
+        q, k, v, kv, z, out = (awkward(x, how) for x in (q, k, v, kv, z, out))
+    picked = None if slots is None else torch.tensor(slots)
+    want_kv, want_z, want = kv.double(), z.double(), torch.zeros(v.shape, dtype=torch.float64)
+    decode(q.double(), k.double(), v.double(), want_kv, want_z, picked, opt, want)
+    assert run(q, k, v, kv, z, picked, opt, out) is out
+    for name, x, truth in (("o", out, want), ("kv", kv, want_kv), ("z", z, want_z)):
+        check_close(name, x, truth, dtype="float32")
+
+
+def decoder() -> CudaDecode:
+    return CudaDecode({"linear_attention.decode": binary("decode", *FP32)})
+
+
+def test_decode():
+    check_decode(decoder())
+    check_decode(decoder(), None)
+    check_decode(decoder(), 3, heads=1, slots=[4, -1, 0])
+    check_decode(decoder(), 2, opt=Options("identity", normalize=False, scale=0.3))
+    check_decode(decoder(), 2, opt=Options("relu", eps=0.1), slots=[2, 1, 3])
+
+
+@pytest.mark.parametrize("how", ["strided", "transposed", "negated", "misaligned"])
+def test_decode_in_awkward_memory(how: str):
+    check_decode(decoder(), 2, slots=[4, -1, 0], how=how)
+
+
+def test_decode_over_its_own_input():
+    """Each program reads all of q, so that none may write o there."""
+    (q, k, v, _, _), _ = example(B=2, T=1, heads=1)
+    (_, _, _, kv, z), _ = example(B=2, T=1, heads=1, state=True)
+    want = torch.zeros(v.shape, dtype=torch.float64)
+    decode(q.double(), k.double(), v.double(), kv.double(), z.double(), None, Options(), want)
+    assert decoder()(q, k, v, kv, z, None, Options(), q) is q
+    check_close("o", q, want)
+
+
+def test_decode_without_tokens_launches_nothing():
+    before = launches()
+    for B, T in ((0, 1), (2, 0)):
+        (q, k, v, _, _), _ = example(B=B, T=T)
+        (_, _, _, kv, z), _ = example(B=2, T=1, state=True)
+        assert decoder()(q, k, v, kv, z, None, Options(), v).numel() == 0
+    assert launches() == before
+
+
+# ---- the launcher of a real binary
+
+
+class Recorded:
+    """As much of a CudaBinary as a launcher uses."""
+
+    tensors, numbers = ("q", "o"), ("eps", "spans", "H")
+
+    def __init__(self) -> None:
+        self.blocks: list[Any] = []
+
+    def addresses(self, *words: int) -> tuple[Any, ...]:
+        return words
+
+    def fixed(self, *numbers: float) -> tuple[Any, ...]:
+        return numbers
+
+    def __call__(self, block: Any) -> None:
+        self.blocks.append(block)
+
+
+def test_a_binary_gets_its_numbers_in_order_and_the_current_stream(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
+    recorded: Any = Recorded()
+    launcher = CudaLauncher(recorded, None)
+    packed = launcher.pack({"H": 2, "spans": 3, "eps": 0.5, "other": 9})
+    q = torch.zeros(4)
+    launcher.launch(packed, (q, None))
+    assert recorded.blocks == [(-1, 6999, q.data_ptr(), 0, 0.5, 3, 2)]
+    with pytest.raises(KeyError, match="spans"):
+        launcher.pack({"H": 2, "eps": 0.5})

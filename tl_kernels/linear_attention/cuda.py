@@ -1,0 +1,659 @@
+"""Linear attention on NVIDIA GPUs: one program walks the chunks of one sequence, value head and block of V.
+
+With Q, K after the feature map, Q scaled, S and z the state before the chunk (arXiv 2006.16236, eq. 4-12):
+
+    A = tril(Q K^T)      den = rowsum(A) + Q z + eps      O = (A V + Q S) / den
+    S += K^T V           z += colsum(K)
+
+S stays in registers in fp32 and goes through shared memory, rounded to the tiles' type, as an operand; z and den are
+fp32. Q, K and A are rounded once and the rounded values are used in num and den alike, so that O remains an average
+of V. A tile of 16 bits is multiplied by tensor cores (wgmma on sm_90a, where TMA and a warp group of its own load the
+next chunk); a float32 tile is split in two and multiplied by three tf32 products.
+
+float16 has too small a range for the sums: S is divided by a power of two above max z, and row i of A by one above
+den_i. Both are exact and undone in fp32.
+
+Tokens of all sequences lie behind one another: q, k [tokens, H, K], v, o [tokens, HV, V]. A program walks a span of
+them: sequence n, whose tokens are n length to (n + 1) length, or cu_seqlens[n] to cu_seqlens[n + 1] where length is 0,
+or a segment of it (macros.find_span). Two schedules of a causal pass: `forward` alone, with spans that are sequences;
+or, where heads are few and sequences long, `carry` over segments, `scan`, and `forward` from the state before each
+segment. Non-causal attention is `carry` over the keys, then `emit` over segments of the queries.
+
+H and HV are dynamic, as a binary is built for a dtype, K and V; they appear in addresses only. The loads of a last
+chunk may run into the next sequence, so that its keys and values are cleared: 0 times the neighbour's NaN would be NaN.
+A state that is not given or not wanted is a tensor of no rows, and its switch is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tl_kernels.linear_attention import cuda_backward
+from tl_kernels.linear_attention.cuda_sizes import (
+    BYTES,
+    SLACK_BYTES,
+    Blocks,
+    blocks_of,
+    fitting,
+    padded,
+    tile_dtype,
+)
+from tl_kernels.spec import Kernel, Problem, Target
+
+
+@dataclass(frozen=True)
+class Config:
+    C: int  # tokens a chunk
+    BV: int  # columns of the state in a program; with more than one block of V, q and k are read by each
+    stages: int  # chunks in shared memory; the next ones are loaded while one is worked on
+    threads: int  # that compute; on sm_90a 128 more load
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    BV: int  # columns of the state in a program
+    threads: int
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    block: int  # elements of the state in a program
+    threads: int
+
+
+def smem_bytes(p: Problem, c: Config) -> int:
+    """Dynamic shared memory of the forward pass, at most."""
+    K, size = padded(p.K), BYTES[p.dtype]
+    loads = c.C * (2 * K + c.BV)  # q, k, v
+    state = K * c.BV
+    low = c.C * (K + c.BV + c.C) if p.dtype == "float32" else 0
+    return size * (max(c.stages, 1) * loads + state + c.C * c.C + low) + SLACK_BYTES
+
+
+def configs(p: Problem, target: Target) -> Sequence[Config]:
+    """Whole rows of V first: each block of V beyond the first reads q and k again."""
+    # a dynamic trip count and two stages or more do not lower where loads are cp.async (TileLang 0.1.15), and one
+    # stage does not take tiles that are changed in place
+    stages = (2, 1) if target.arch == "sm_90a" else (0,)
+    K, exact = padded(p.K), p.dtype == "float32"
+    found = []
+    for BV in sorted({min(padded(p.V), b) for b in (256, 128, 64, 32, 16)}, reverse=True):
+        for C in (32, 16) if exact else (64, 32):
+            if (C == 16) != (BV == 16):  # two warps, for four cannot share a tile of 16 x 16; the last resort
+                continue
+            # float32 and 256 threads: TileLang 0.1.15 finds no place for a barrier in a warp-specialised kernel
+            threads = 64 if C == 16 else 256 if K * BV >= 128 * 64 and not exact else 128
+            # registers of a thread for S, O, A and a copy of Q; with more they would spill
+            if (K * BV + C * BV + C * C + exact * C * K) // threads > (110 if exact and C > 16 else 144):
+                continue
+            found += [Config(C, BV, s, threads) for s in stages]
+    return [c for c in found if smem_bytes(p, c) <= target.smem_bytes]
+
+
+def state_configs(p: Problem, target: Target) -> Sequence[Blocks]:
+    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: (BK + BV, BV))
+
+
+def scan_configs(p: Problem, target: Target) -> Sequence[ScanConfig]:
+    return [ScanConfig(n, n // 4) for n in (1024, 256) if p.K * p.V % n == 0]
+
+
+def decode_configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
+    """Every thread holds K / 16 vectors of 16 bytes of the state: many small programs, for few sequences fill a GPU."""
+    return [DecodeConfig(BV, 4 * BV) for BV in (32, 64, 16) if p.V % BV == 0]
+
+
+def forward(p: Problem, c: Config):
+    """O, den and the final state of causal attention."""
+    import tilelang.language as T
+
+    from tl_kernels import macros as m
+
+    C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
+    K, V, KP = p.K, p.V, padded(p.K)
+    NV = -(-V // BV)
+    staged = c.stages > 0
+    exact, guarded = io == "float32", io == "float16"
+    tokens, H, HV, rows, N0, N1, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "rows", "N0", "N1", "M"))
+
+    @T.prim_func
+    def forward_kernel(
+        q: T.Tensor([tokens, H, K], io),
+        k: T.Tensor([tokens, H, K], io),
+        v: T.Tensor([tokens, HV, V], io),
+        o: T.Tensor([tokens, HV, V], io),
+        den: T.Tensor([rows, H], f32),
+        kv0: T.Tensor([N0, HV, K, V], f32),
+        z0: T.Tensor([N0, H, K], f32),
+        kv1: T.Tensor([N1, HV, K, V], f32),
+        z1: T.Tensor([N1, H, K], f32),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        initial: T.int32,
+        final: T.int32,
+        keep_den: T.int32,
+        feature_map: T.int32,
+        normalize: T.int32,
+        scale: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV
+            i_s = i_sv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))  # the q/k head that serves this value head
+            owner = (i_v == 0) & (i_h == i_q * T.truncdiv(HV, H))  # one program writes what belongs to a q/k head
+            q_s = T.alloc_shared([C, KP], io)
+            k_s = T.alloc_shared([C, KP], io)
+            v_s = T.alloc_shared([C, BV], io)
+            a_s = T.alloc_shared([C, C], io)
+            s_s = T.alloc_shared([KP, BV], io)  # S, then O on its way out
+            z_s = T.alloc_shared([KP], f32)
+            qz_s = T.alloc_shared([C], f32)
+            S = T.alloc_fragment([KP, BV], f32)
+            num = T.alloc_fragment([C, BV], f32)
+            A = T.alloc_fragment([C, C], f32)
+            q_f = T.alloc_fragment([C, KP], f32)
+            qz_f = T.alloc_fragment([C, KP], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            v_f = T.alloc_fragment([C, BV], f32)
+            zq_f = T.alloc_fragment([KP], f32)
+            z_f = T.alloc_fragment([KP], f32)
+            zm_f = T.alloc_fragment([KP], f32)
+            z_most = T.alloc_fragment([1], f32)
+            qz = T.alloc_fragment([C], f32)
+            sum_f = T.alloc_fragment([C], f32)
+            den_s = T.alloc_shared([C], f32)
+            w_s = T.alloc_shared([C], f32)  # what float16 multiplies the rows of A and O by
+            if C > KP:
+                o_s = T.alloc_shared([C, BV], io)
+            if exact:
+                x_low = T.alloc_shared([C, KP], io)  # of K, then of Q
+                v_low = T.alloc_shared([C, BV], io)
+                a_low = T.alloc_shared([C, C], io)
+
+            where = T.alloc_local([3], "int32")
+            if staged:
+                T.annotate_producer_reg_dealloc(24)
+                T.annotate_consumer_reg_alloc(240)
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            first = where[1]
+            last = where[2]
+            T.clear(S)
+            for d in T.Parallel(KP):
+                z_s[d] = T.float32(0)
+            if initial > 0:
+                T.copy(kv0[i_s, i_h, 0:KP, i_v * BV : i_v * BV + BV], S)
+                for d in T.Parallel(KP):
+                    if d < K:
+                        z_s[d] = z0[i_s, i_q, d]
+
+            for n in T.Pipelined(T.ceildiv(last - first, C), num_stages=c.stages):
+                t = first + n * C
+                if staged:
+                    T.copy(q[t : t + C, i_q, 0:KP], q_s)
+                    T.copy(k[t : t + C, i_q, 0:KP], k_s)
+                    T.copy(v[t : t + C, i_h, i_v * BV : i_v * BV + BV], v_s)
+                    T.copy(q_s, q_f)
+                    T.copy(k_s, k_f)
+                else:
+                    T.copy(q[t : t + C, i_q, 0:KP], q_f)
+                    T.copy(k[t : t + C, i_q, 0:KP], k_f)
+                    T.copy(v[t : t + C, i_h, i_v * BV : i_v * BV + BV], v_f)
+
+                # Q and Q z
+                T.copy(z_s, zq_f)
+                for i, d in T.Parallel(C, KP):
+                    q_f[i, d] = T.cast(T.cast(m.feature(q_f[i, d], feature_map) * scale, io), f32)
+                    qz_f[i, d] = q_f[i, d] * zq_f[d]
+                T.reduce_sum(qz_f, qz, dim=1)
+                T.copy(qz, qz_s)  # A's rows lie with other threads
+                if exact:
+                    for i, d in T.Parallel(C, KP):
+                        q_s[i, d] = m.high_part(q_f[i, d])
+                else:
+                    T.copy(q_f, q_s)
+                # K; the rows of other sequences and the columns of padding are zero
+                for i, d in T.Parallel(C, KP):
+                    k_f[i, d] = T.if_then_else(
+                        (t + i < last) & (d < K), m.feature(k_f[i, d], feature_map), T.float32(0)
+                    )
+                if exact:
+                    m.split(k_s, x_low, k_f, C, KP)
+                else:
+                    T.copy(k_f, k_s)
+                # z += colsum(K), after Q z and before V: TileLang 0.1.15 takes a barrier under an `if` for one that
+                # always comes, so that what is read in an `if` was read, or waited for, before it
+                if guarded:
+                    T.copy(z_s, zm_f)
+                    T.reduce_absmax(zm_f, z_most, dim=0)
+                for d in T.Parallel(KP):
+                    z_f[d] = z_s[d]
+                    for i in T.serial(C):
+                        z_f[d] += T.cast(k_s[i, d], f32)
+                        if exact:
+                            z_f[d] += x_low[i, d]
+                for d in T.Parallel(KP):
+                    z_s[d] = z_f[d]
+
+                # V
+                if exact or not staged:
+                    if staged:
+                        T.copy(v_s, v_f)
+                    for i, d in T.Parallel(C, BV):
+                        v_f[i, d] = T.if_then_else(t + i < last, v_f[i, d], T.float32(0))
+                    if exact:
+                        m.split(v_s, v_low, v_f, C, BV)
+                    else:
+                        T.copy(v_f, v_s)
+                else:
+                    if t + C > last:
+                        for i, d in T.Parallel(C, BV):
+                            v_s[i, d] = T.if_then_else(t + i < last, v_s[i, d], T.cast(0, io))
+
+                # products; a float32 tile takes three
+                T.gemm(q_s, k_s, A, transpose_B=True, clear_accum=True)
+                if exact:
+                    T.gemm(q_s, x_low, A, transpose_B=True)
+                    for i, j in T.Parallel(KP, BV):
+                        s_s[i, j] = S[i, j] - m.high_part(S[i, j])
+                    T.gemm(q_s, s_s, num, clear_accum=True)
+                    for i, j in T.Parallel(KP, BV):
+                        s_s[i, j] = m.high_part(S[i, j])
+                    T.gemm(q_s, s_s, num)
+                    T.gemm(k_s, v_s, S, transpose_A=True)
+                    T.gemm(k_s, v_low, S, transpose_A=True)
+                    T.gemm(x_low, v_s, S, transpose_A=True)
+                    for i, d in T.Parallel(C, KP):
+                        x_low[i, d] = q_f[i, d] - m.high_part(q_f[i, d])
+                    T.gemm(x_low, k_s, A, transpose_B=True)
+                    T.gemm(x_low, s_s, num)
+                else:
+                    if guarded:
+                        for i, j in T.Parallel(KP, BV):
+                            s_s[i, j] = T.cast(S[i, j] * m.inverse_power_above(z_most[0]), io)
+                    else:
+                        T.copy(S, s_s)
+                    T.gemm(q_s, s_s, num, clear_accum=True)
+                    T.gemm(k_s, v_s, S, transpose_A=True)
+
+                for i, j in T.Parallel(C, C):
+                    A[i, j] = T.if_then_else(j <= i, A[i, j], T.float32(0))
+                if guarded:
+                    T.reduce_sum(A, sum_f, dim=1)
+                    for i in T.Parallel(C):
+                        w_s[i] = m.inverse_power_above(sum_f[i] + qz_s[i] + eps)
+                    for i, j in T.Parallel(C, C):
+                        A[i, j] *= w_s[i]
+                    for i, j in T.Parallel(C, BV):
+                        num[i, j] *= m.power_above(z_most[0]) * w_s[i]
+                if exact:
+                    m.split(a_s, a_low, A, C, C)
+                else:
+                    for i, j in T.Parallel(C, C):
+                        A[i, j] = T.cast(T.cast(A[i, j], io), f32)
+                    T.copy(A, a_s)
+                T.gemm(a_s, v_s, num)
+                if exact:
+                    T.gemm(a_s, v_low, num)
+                    T.gemm(a_low, v_s, num)
+                T.reduce_sum(A, sum_f, dim=1)
+                if guarded:
+                    for i in T.Parallel(C):
+                        den_s[i] = sum_f[i] / w_s[i] + qz_s[i] + eps
+                    for i, j in T.Parallel(C, BV):
+                        num[i, j] /= w_s[i]
+                else:
+                    for i in T.Parallel(C):
+                        den_s[i] = sum_f[i] + qz_s[i] + eps
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] /= T.if_then_else(normalize > 0, den_s[i], T.float32(1))
+                if (keep_den > 0) & owner:
+                    for i in T.Parallel(C):
+                        if t + i < last:
+                            den[t + i, i_q] = den_s[i]
+
+                # through shared memory, for stores of 16 bytes
+                if C > KP:
+                    T.copy(num, o_s)
+                    for i, j in T.Parallel(C, BV):
+                        if (t + i < last) & (i_v * BV + j < V):
+                            o[t + i, i_h, i_v * BV + j] = o_s[i, j]
+                else:
+                    T.copy(num, s_s[0:C, 0:BV])
+                    for i, j in T.Parallel(C, BV):
+                        if (t + i < last) & (i_v * BV + j < V):
+                            o[t + i, i_h, i_v * BV + j] = s_s[i, j]
+
+            if final > 0:
+                T.copy(S, kv1[i_s, i_h, 0:KP, i_v * BV : i_v * BV + BV])
+                if owner:
+                    for d in T.Parallel(KP):
+                        if d < K:
+                            z1[i_s, i_q, d] = z_s[d]
+
+    return forward_kernel
+
+
+def carry(p: Problem, c: Blocks):
+    """The state of each span: S = S_0 + K^T V, z = z_0 + colsum(K) over all its keys."""
+    import tilelang.language as T
+
+    from tl_kernels import macros as m
+
+    C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
+    K, V, KP = p.K, p.V, padded(p.K)
+    tile = tile_dtype(p)
+    NV = -(-V // BV)
+    tokens, H, HV, N0, N1, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "N0", "N1", "M"))
+
+    @T.prim_func
+    def carry_kernel(
+        k: T.Tensor([tokens, H, K], io),
+        v: T.Tensor([tokens, HV, V], io),
+        kv0: T.Tensor([N0, HV, K, V], f32),
+        z0: T.Tensor([N0, H, K], f32),
+        kv1: T.Tensor([N1, HV, K, V], f32),
+        z1: T.Tensor([N1, H, K], f32),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        initial: T.int32,
+        feature_map: T.int32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV * BV
+            i_s = i_sv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            ks = m.Tile(C, KP, tile)
+            vs = m.Tile(C, BV, tile)
+            S = T.alloc_fragment([KP, BV], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            v_f = T.alloc_fragment([C, BV], f32)
+            z_f = T.alloc_fragment([KP], f32)
+            where = T.alloc_local([3], "int32")
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            T.clear(S)
+            T.clear(z_f)
+            if initial > 0:
+                T.copy(kv0[i_s, i_h, 0:KP, i_v : i_v + BV], S)
+                for d in T.Parallel(KP):
+                    if d < K:
+                        z_f[d] = z0[i_s, i_q, d]
+            for n in T.serial(T.ceildiv(where[2] - where[1], C)):
+                t = where[1] + n * C
+                T.copy(k[t : t + C, i_q, 0:KP], k_f)
+                T.copy(v[t : t + C, i_h, i_v : i_v + BV], v_f)
+                for i, d in T.Parallel(C, KP):
+                    k_f[i, d] = T.if_then_else(
+                        (t + i < where[2]) & (d < K), m.feature(k_f[i, d], feature_map), T.float32(0)
+                    )
+                for i, d in T.Parallel(C, BV):
+                    v_f[i, d] = T.if_then_else(t + i < where[2], v_f[i, d], T.float32(0))
+                m.fill(ks, k_f)
+                m.fill(vs, v_f)
+                m.multiply(S, ks, vs, transpose_A=True)
+                for d in T.Parallel(KP):
+                    for i in T.serial(C):
+                        z_f[d] += T.cast(ks.high[i, d], f32)
+                        if ks.exact:
+                            z_f[d] += ks.low[i, d]
+            T.copy(S, kv1[i_s, i_h, 0:KP, i_v : i_v + BV])
+            if (i_v == 0) & (i_h == i_q * T.truncdiv(HV, H)):
+                for d in T.Parallel(KP):
+                    if d < K:
+                        z1[i_s, i_q, d] = z_f[d]
+
+    return carry_kernel
+
+
+def scan(p: Problem, c: ScanConfig):
+    """States of spans -> the state before each span, in place, and the final state; from the end for gradients.
+
+    With `carry` before it and `forward` of spans after it, a long sequence is computed in parallel. z has H heads, or
+    HV where it is a gradient.
+    """
+    import tilelang.language as T
+
+    KV, K, block, f32 = p.K * p.V, p.K, c.block, "float32"
+    S, N0, N1, HZ, HV, M = (T.dynamic(n) for n in ("S", "N0", "N1", "HZ", "HV", "M"))
+
+    @T.macro
+    def find_slots(where, i_n, cu_seqlens, length, segment):
+        """where = (the first slot of sequence n, how many)."""
+        where[1] = T.truncdiv(length + segment - 1, segment)
+        where[0] = i_n * where[1]
+        if length <= 0:
+            where[0] = T.truncdiv(cu_seqlens[i_n], segment) + i_n
+            where[1] = T.truncdiv(cu_seqlens[i_n + 1] - cu_seqlens[i_n] + segment - 1, segment)
+
+    @T.prim_func
+    def scan_kernel(
+        kv: T.Tensor([S, HV, KV], f32),
+        z: T.Tensor([S, HZ, K], f32),
+        kv0: T.Tensor([N0, HV, KV], f32),
+        z0: T.Tensor([N0, HZ, K], f32),
+        kv1: T.Tensor([N1, HV, KV], f32),
+        z1: T.Tensor([N1, HZ, K], f32),
+        cu_seqlens: T.Tensor([M], "int32"),
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        initial: T.int32,
+        final: T.int32,
+        reverse: T.int32,
+    ):
+        with T.Kernel(sequences * (KV // block), HV, threads=c.threads) as (i_nb, i_h):
+            first = i_nb % (KV // block) * block
+            i_n = i_nb // (KV // block)
+            total = T.alloc_fragment([block], f32)
+            x = T.alloc_fragment([block], f32)
+            where = T.alloc_local([2], "int32")
+            find_slots(where, i_n, cu_seqlens, length, segment)
+            T.clear(total)
+            if initial > 0:
+                T.copy(kv0[i_n, i_h, first : first + block], total)
+            for n in T.serial(where[1]):
+                slot = where[0] + T.if_then_else(reverse > 0, where[1] - 1 - n, n)
+                T.copy(kv[slot, i_h, first : first + block], x)
+                T.copy(total, kv[slot, i_h, first : first + block])
+                for e in T.Parallel(block):
+                    total[e] += x[e]
+            if final > 0:
+                T.copy(total, kv1[i_n, i_h, first : first + block])
+
+        with T.Kernel(sequences, HZ, threads=K) as (i_zn, i_zh):  # an element a thread, so that nobody writes another's
+            z_total = T.alloc_fragment([K], f32)
+            z_x = T.alloc_fragment([K], f32)
+            z_where = T.alloc_local([2], "int32")
+            find_slots(z_where, i_zn, cu_seqlens, length, segment)
+            T.clear(z_total)
+            if initial > 0:
+                T.copy(z0[i_zn, i_zh, 0:K], z_total)
+            for n in T.serial(z_where[1]):
+                z_slot = z_where[0] + T.if_then_else(reverse > 0, z_where[1] - 1 - n, n)
+                T.copy(z[z_slot, i_zh, 0:K], z_x)
+                T.copy(z_total, z[z_slot, i_zh, 0:K])
+                for d in T.Parallel(K):
+                    z_total[d] += z_x[d]
+            if final > 0:
+                T.copy(z_total, z1[i_zn, i_zh, 0:K])
+
+    return scan_kernel
+
+
+def emit(p: Problem, c: Blocks):
+    """O = Q S / (Q z + eps) of each query, from the state of its sequence: non-causal attention after `carry`."""
+    import tilelang.language as T
+    from tilelang.layout import make_swizzled_layout
+
+    from tl_kernels import macros as m
+
+    C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
+    K, V, KP = p.K, p.V, padded(p.K)
+    tile = tile_dtype(p)
+    NV = -(-V // BV)
+    tokens, H, HV, rows, N0, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "rows", "N0", "M"))
+
+    @T.prim_func
+    def emit_kernel(
+        q: T.Tensor([tokens, H, K], io),
+        o: T.Tensor([tokens, HV, V], io),
+        den: T.Tensor([rows, H], f32),
+        kv: T.Tensor([N0, HV, K, V], f32),
+        z: T.Tensor([N0, H, K], f32),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        keep_den: T.int32,
+        feature_map: T.int32,
+        normalize: T.int32,
+        scale: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV * BV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            qs = m.Tile(C, KP, tile)
+            ss = m.Tile(KP, BV, tile, twin=False)
+            out_s = T.alloc_shared([C, BV], io)
+            T.annotate_layout({out_s: make_swizzled_layout(out_s)})
+            S = T.alloc_fragment([KP, BV], f32)
+            num = T.alloc_fragment([C, BV], f32)
+            q_f = T.alloc_fragment([C, KP], f32)
+            qz_f = T.alloc_fragment([C, KP], f32)
+            z_s = T.alloc_shared([KP], f32)
+            d_f = T.alloc_fragment([C], f32)
+            d_s = T.alloc_shared([C], f32)
+            where = T.alloc_local([3], "int32")
+            m.find_span(where, i_sv // NV, cu_seqlens, sequences, length, segment)
+            T.copy(kv[where[0], i_h, 0:KP, i_v : i_v + BV], S)
+            for d in T.Parallel(KP):
+                z_s[d] = T.if_then_else(d < K, z[where[0], i_q, d], T.float32(0))
+            for n in T.serial(T.ceildiv(where[2] - where[1], C)):
+                t = where[1] + n * C
+                T.copy(q[t : t + C, i_q, 0:KP], q_f)
+                for i, d in T.Parallel(C, KP):
+                    q_f[i, d] = T.cast(T.cast(m.feature(q_f[i, d], feature_map) * scale, tile), f32)
+                    qz_f[i, d] = q_f[i, d] * z_s[d]
+                T.reduce_sum(qz_f, d_f, dim=1)
+                for i in T.Parallel(C):
+                    d_f[i] += eps
+                T.copy(d_f, d_s)
+                m.fill(qs, q_f)
+                T.clear(num)
+                m.multiply_state(num, qs, S, ss)
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] /= T.if_then_else(normalize > 0, d_s[i], T.float32(1))
+                T.copy(num, out_s)
+                for i, j in T.Parallel(C, BV):
+                    if (t + i < where[2]) & (i_v + j < V):
+                        o[t + i, i_h, i_v + j] = out_s[i, j]
+                if (keep_den > 0) & (i_v == 0) & (i_h == i_q * T.truncdiv(HV, H)):
+                    for i in T.Parallel(C):
+                        if t + i < where[2]:
+                            den[t + i, i_q] = d_s[i]
+
+    return emit_kernel
+
+
+def decode(p: Problem, c: DecodeConfig):
+    """A few tokens of each sequence against its state, in place: S += phi(k) v^T, z += phi(k), o as above.
+
+    A program holds BV columns of the state in registers while the tokens pass. All programs of a q/k head read z, so
+    that a launch of its own writes it, after them. slots picks the rows of the pools; -1 is padding: o is 0 there.
+    """
+    import tilelang.language as T
+
+    from tl_kernels import macros as m
+
+    BV, K, V, io, f32 = c.BV, p.K, p.V, p.dtype, "float32"
+    NV = V // BV
+    B, tokens, H, HV, P, M = (T.dynamic(n) for n in ("B", "tokens", "H", "HV", "P", "M"))
+
+    @T.prim_func
+    def decode_kernel(
+        q: T.Tensor([B, tokens, H, K], io),
+        k: T.Tensor([B, tokens, H, K], io),
+        v: T.Tensor([B, tokens, HV, V], io),
+        o: T.Tensor([B, tokens, HV, V], io),
+        kv: T.Tensor([P, HV, K, V], f32),
+        z: T.Tensor([P, H, K], f32),
+        slots: T.Tensor([M], "int32"),
+        use_slots: T.int32,
+        feature_map: T.int32,
+        normalize: T.int32,
+        scale: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(B * NV, HV, threads=c.threads) as (i_bv, i_h):
+            i_v = i_bv % NV * BV
+            i_b = i_bv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            slot = T.if_then_else(use_slots > 0, slots[i_b], i_b)
+            S = T.alloc_fragment([K, BV], f32)
+            product = T.alloc_fragment([K, BV], f32)
+            num = T.alloc_fragment([BV], f32)
+            q_s = T.alloc_shared([K], f32)
+            k_s = T.alloc_shared([K], f32)
+            v_s = T.alloc_shared([BV], f32)
+            z_s = T.alloc_shared([K], f32)
+            qz_f = T.alloc_fragment([K, BV], f32)  # the same in every column: den lies with the columns of num
+            den = T.alloc_fragment([BV], f32)
+
+            if slot >= 0:
+                T.copy(kv[slot, i_h, 0:K, i_v : i_v + BV], S)
+                for d in T.Parallel(K):
+                    z_s[d] = z[slot, i_q, d]
+                for t in T.serial(tokens):
+                    for d in T.Parallel(K):
+                        q_s[d] = m.feature(T.cast(q[i_b, t, i_q, d], f32), feature_map) * scale
+                        k_s[d] = m.feature(T.cast(k[i_b, t, i_q, d], f32), feature_map)
+                    for j in T.Parallel(BV):
+                        v_s[j] = T.cast(v[i_b, t, i_h, i_v + j], f32)
+                    for d in T.Parallel(K):
+                        z_s[d] += k_s[d]
+                    for d, j in T.Parallel(K, BV):
+                        S[d, j] += k_s[d] * v_s[j]
+                        product[d, j] = q_s[d] * S[d, j]
+                        qz_f[d, j] = q_s[d] * z_s[d]
+                    T.reduce_sum(product, num, dim=0)
+                    T.reduce_sum(qz_f, den, dim=0)
+                    for j in T.Parallel(BV):
+                        o[i_b, t, i_h, i_v + j] = T.cast(
+                            num[j] / T.if_then_else(normalize > 0, den[j] + eps, T.float32(1)), io
+                        )
+                T.copy(S, kv[slot, i_h, 0:K, i_v : i_v + BV])
+            if slot < 0:
+                for t in T.serial(tokens):
+                    for j in T.Parallel(BV):
+                        o[i_b, t, i_h, i_v + j] = T.cast(0, io)
+
+        with T.Kernel(B, H, threads=K) as (i_zb, i_zh):
+            z_slot = T.if_then_else(use_slots > 0, slots[i_zb], i_zb)
+            z_new = T.alloc_fragment([K], f32)
+            if z_slot >= 0:
+                for d in T.Parallel(K):
+                    z_new[d] = z[z_slot, i_zh, d]
+                for t in T.serial(tokens):
+                    for d in T.Parallel(K):
+                        z_new[d] += m.feature(T.cast(k[i_zb, t, i_zh, d], f32), feature_map)
+                for d in T.Parallel(K):
+                    z[z_slot, i_zh, d] = z_new[d]
+
+    return decode_kernel
+
+
+KERNELS = (
+    Kernel("linear_attention.forward", forward, configs),
+    Kernel("linear_attention.carry", carry, state_configs),
+    Kernel("linear_attention.scan", scan, scan_configs),
+    Kernel("linear_attention.emit", emit, state_configs),
+    Kernel("linear_attention.decode", decode, decode_configs),
+    *cuda_backward.KERNELS,
+)

@@ -1,0 +1,64 @@
+"""Sizes of tiles and of shared memory that the CUDA kernels of linear attention agree on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tl_kernels.spec import Problem, Target
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SLACK_BYTES = 6144  # vectors, reductions across warps, barriers, alignment of tiles
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def padded(n: int) -> int:
+    """The width of a tile that holds n columns: what four or eight warps can share."""
+    return round_up(n, 32) if n <= 64 else round_up(n, 64)
+
+
+def tile_dtype(p: Problem) -> str:
+    """What products of float16 that have no scaling of their own are computed in has the range of float32."""
+    return "bfloat16" if p.dtype == "bfloat16" else "float32"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A schedule of the kernels that load a chunk at a time."""
+
+    C: int  # tokens a chunk
+    BK: int  # rows of the state in a program
+    BV: int  # columns of the state in a program
+    threads: int
+
+
+def blocks_of(width: int) -> list[int]:
+    """Widths of a block that are worth a try, widest first."""
+    return sorted({min(b, padded(width)) for b in (256, 128, 64, 32, 16)}, reverse=True)
+
+
+def blocks_smem_bytes(p: Problem, c: Blocks, operands: int, staged: int) -> int:
+    """Dynamic shared memory at most; columns of all operand tiles of C rows, and of all outputs staged there."""
+    tile, state = (8, 4) if tile_dtype(p) == "float32" else (2, 2)
+    rows = tile * (operands + c.C) + BYTES[p.dtype] * staged
+    return c.C * rows + state * c.BK * c.BV + SLACK_BYTES
+
+
+def fitting(
+    p: Problem, target: Target, shapes: Sequence[tuple[int, int]], columns: Callable[[int, int], tuple[int, int]]
+) -> list[Blocks]:
+    """The schedules with a state of one of these shapes that fit; columns(BK, BV) as for blocks_smem_bytes."""
+    found: list[Blocks] = []
+    for C in (32, 16) if tile_dtype(p) == "float32" else (64, 32, 16):
+        if C == 16 and found:  # two warps, for four cannot share a tile of 16 x 16: the last resort
+            break
+        for BK, BV in shapes:
+            threads = 64 if C == 16 else 256 if BK * BV >= 128 * 64 else 128
+            # registers of a thread: the state, accumulators, products inside the chunk, an operand being loaded
+            if (BK * BV + C * (BK + BV) + 2 * C * C + C * max(BK, BV)) // threads > 224:
+                continue
+            c = Blocks(C, BK, BV, threads)
+            if blocks_smem_bytes(p, c, *columns(BK, BV)) <= target.smem_bytes:
+                found.append(c)
+    return sorted(found, key=lambda c: (-c.BK * c.BV, -c.C))  # the fewest bytes first
