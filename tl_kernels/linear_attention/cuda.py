@@ -247,7 +247,7 @@ def forward(p: Problem, c: Config):
                         m.split(v_s, v_low, v_f, C, BV)
                     else:
                         T.copy(v_f, v_s)
-                else:
+                if staged and not exact:
                     if t + C > last:
                         for i, d in T.Parallel(C, BV):
                             v_s[i, d] = T.if_then_else(t + i < last, v_s[i, d], T.cast(0, io))
