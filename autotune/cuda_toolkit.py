@@ -1,6 +1,6 @@
 """The CUDA toolkit's programs: where they are, and what they say of a kernel. No GPU and no driver is needed.
 
-A toolkit on PATH or in /usr/local/cuda is used; where there is none, that of the nvidia-cuda-* packages of PyPI.
+A toolkit on PATH or in /usr/local/cuda is used; where there is none, that of the nvidia-cuda-* Python packages.
 """
 
 import re
@@ -17,7 +17,7 @@ from pathlib import Path
 from autotune.build import BuildError
 
 SYSTEM = Path("/usr/local/cuda/bin")
-PACKAGES = {  # of PyPI, from CUDA 13 on; what each program is in
+PACKAGES = {  # Python packages, from CUDA 13 on; what each program is in
     "nvcc": "nvidia-cuda-nvcc",
     "fatbinary": "nvidia-cuda-nvcc",
     "nvdisasm": "nvidia-cuda-nvdisasm",

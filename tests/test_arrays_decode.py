@@ -32,7 +32,7 @@ OPTIONS = Options(output_final_state=True)
 
 
 def libraries():
-    """Every libnvrtc there is: of a toolkit, or of the packages of PyPI."""
+    """Every libnvrtc there is: of a toolkit, or of Python packages."""
     found = [*Path("/usr/local/cuda/lib64").glob("libnvrtc.so.*")]
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec is not None else ():

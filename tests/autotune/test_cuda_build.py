@@ -62,7 +62,7 @@ def program(folder: Path, name: str, text: str = "exit 0") -> Path:
 
 
 def installed(site: Path, package: str, *programs: Path) -> None:
-    """As pip leaves a package of PyPI that has these programs."""
+    """As pip leaves a package that has these programs."""
     record = "".join(f"{path.relative_to(site)},,\n" for path in programs)
     folder = site / f"{package.replace('-', '_')}-13.0.88.dist-info"
     folder.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_build_without_a_toolkit_names_the_kernel(nowhere: Path, monkeypatch: 
     assert not (nowhere / "out.so").exists()
 
 
-def test_path_comes_before_the_system_and_pypi_comes_last(nowhere: Path):
+def test_path_comes_before_the_system_and_packages_come_last(nowhere: Path):
     site = nowhere / "site"
     packaged = program(site / "nvidia" / "cu13" / "bin", "nvcc")
     installed(site, "nvidia-cuda-nvcc", packaged)
@@ -115,7 +115,7 @@ def test_a_package_without_its_program_is_as_none(nowhere: Path):
     assert cuda_toolkit.find_program("nvcc") is None
 
 
-def test_the_toolkit_of_pypi_is_used(nowhere: Path):
+def test_the_toolkit_of_packages_is_used(nowhere: Path):
     bin = nowhere / "site" / "nvidia" / "cu13" / "bin"
     nvcc = program(bin, "nvcc", "echo 'Cuda compilation tools, release 13.5, V13.5.37'")
     fatbinary = program(bin, "fatbinary")
