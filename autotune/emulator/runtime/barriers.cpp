@@ -46,7 +46,7 @@ void open_if_complete(int id) {
             block.threads - block.alive);
   char name[32];
   name_of(name, sizeof name, id);
-  count_wait(name, barrier.site);
+  count_barrier(name, barrier.site);
   if (detecting()) acquire_all(barrier);
   for (int thread : barrier.waiting) block.thread[thread].state = State::ready;
   for (size_t i = 0; i < barrier.waiting.size(); i += 1)

@@ -188,16 +188,18 @@ void count_flops(const char *instruction, double flops, Site site) {
   all.emplace_back(instruction, flops);
 }
 
-// A barrier is counted once each time it opens, anything else once for each time that the warp executes it: as often as
-// the lane that has been there most.
+void count_barrier(const char *name, Site site) {
+  if (!emu_settings.count) return;
+  Waits &waits = place_of(site).waits;
+  waits.name = name;
+  waits.count++;
+}
+
+// As often as the lane that has been there most.
 void count_wait(const char *instruction, Site site) {
   if (!emu_settings.count) return;
   Waits &waits = place_of(site).waits;
   waits.name = instruction;
-  if (!strncmp(instruction, "bar", 3) || !strncmp(instruction, "__sync", 6)) {
-    waits.count++;
-    return;
-  }
   const size_t index = size_t(site) * block.warps + warp_of(current->id);
   if (index >= waited.size()) waited.resize((size_t(site) + 1) * block.warps);
   auto &by_lane = waited[index];

@@ -215,7 +215,8 @@ void count_matrix_rows(Space space, const uint32_t *offsets, int rows, Site site
 // A bulk transfer: contiguous runs of bytes, each its own request.
 void count_bulk(Space space, const void *pointer, size_t bytes, Site site);
 void count_flops(const char *instruction, double flops, Site site);
-void count_wait(const char *instruction, Site site);  // barriers, waits, fences: executions by warp or block
+void count_barrier(const char *name, Site site);      // it opened
+void count_wait(const char *instruction, Site site);  // waits, fences: each time a warp executes one
 // Bytes on their way, + at issue, - at the wait. Owners are agents: the thread that waits, or the mbarrier. Each has a
 // peak, which does not depend on the schedule; their sum is what the block can have in flight.
 void count_in_flight(int owner, int64_t bytes);

@@ -51,6 +51,17 @@ def test_barriers_per_block():
     assert sum(line(report, "__syncthreads").waits.values()) == 2
 
 
+def test_a_warp_meets_once():
+    """Each of the four warps executes __syncwarp once a block; the barrier of the block opens once."""
+    kernel = kernels.built_with(
+        "sm_80",
+        kernels.mirror(2),
+        edit=lambda source: source.replace("__syncthreads();", "__syncthreads(); __syncwarp();"),
+    )
+    report = kernel(kernels.tensor(256), kernels.unwritten(256)).assert_clean()
+    assert report.counters.waits_per_block == {"__syncthreads": 1, "__syncwarp": WARPS}
+
+
 @pytest.mark.parametrize(("far", "sectors"), [(1, 4), (2, 8), (4, 16), (8, 32), (32, 32)])
 def test_sectors_of_a_strided_store(far: int, sectors: int):
     """Every `far`-th word: a warp touches 32 far / 8 sectors, at most 32, where 4 would hold the bytes."""
