@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 
 KERNEL = "linear_attention_decode"
 THREADS = 256
-FEATURE_MAPS = {"elu1": 0, "relu": 1, "identity": 2}
 MAX_K = 4096  # both feature vectors in 32 KB of shared memory, which every GPU gives without asking
 MAX_TOKENS = 8  # a launch each, and the state once to and fro: more of them go in chunks
 
@@ -149,7 +148,7 @@ def launch(
     pool = (kv.data_ptr(), z.data_ptr(), 0 if slots is None else slots.data_ptr())
     sizes = [np.int32(x) for x in (H, HV // H, K, V)]
     strides = [np.int64(x) for x in (*kv.stride()[:2], *z.stride()[:2])]
-    switches = (np.int32(FEATURE_MAPS[opt.feature_map]), np.int32(opt.normalize))
+    switches = (np.int32(FEATURE_MAP_CODES[opt.feature_map]), np.int32(opt.normalize))
     numbers = (np.float32(opt.scale), np.float32(opt.eps))
     for t in range(n):
         pointers = [np.uint64(x) for x in (*(y[t].data_ptr() for y in (q, k, v, o)), *pool)]

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune.launcher import keep
 from autotune.launcher.cpu import CpuBinary
 from linattn_tl import outputs
-from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from tl_kernels.linear_attention import cpu as kernels
 
-FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}
 SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
 SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
 FULL_KEEP, EMIT_KEEP = (1, 2, 1), (0, 2, 0)  # and write den, for backward
-KEPT = 4096  # fixed blocks that a binary remembers
 
 
 class Walk(NamedTuple):
@@ -111,12 +110,6 @@ def launch(
         fixed = binary.fixed(*walk[:-1], walk.threads, *switches, *_option_words(opt), *words)
         keep(binary, key, fixed)
     binary(addresses + fixed)
-
-
-def keep(binary: CpuBinary, key: Any, fixed: bytes) -> None:
-    if len(binary.kept) >= KEPT:
-        binary.kept.clear()
-    binary.kept[key] = fixed
 
 
 class CpuRunner:

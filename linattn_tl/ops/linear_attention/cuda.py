@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from autotune.launcher import KEPT, keep
 from autotune.launcher.cuda import CudaBinary
-from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.registry import UnsupportedError
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
 
-FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}
 ALIGNMENT = 16  # bytes; kernels read vectors of this size
 MULTIPLE = 16  # of K and V
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65535  # CUDA C++ Programming Guide, "Technical Specifications"
@@ -31,7 +31,6 @@ CARRIED_TOKENS = 512  # no carried span shorter than this
 CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
 SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
 WAVES = 2  # programs a multiprocessor that a cut aims at
-KEPT = 4096  # packed numbers that a launcher remembers
 
 
 class Launcher(Protocol):
@@ -482,12 +481,6 @@ class CudaRunner:
             packed = binary.pack({**_walk_numbers(walk), **_option_numbers(opt), **numbers})
             keep(binary, key, packed)
         binary.launch(packed, tensors)
-
-
-def keep(binary: Launcher, key: Any, packed: Any) -> None:
-    if len(binary.kept) >= KEPT:
-        binary.kept.clear()
-    binary.kept[key] = packed
 
 
 def _walk_numbers(walk: Walk) -> dict[str, int]:

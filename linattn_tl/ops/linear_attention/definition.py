@@ -16,6 +16,7 @@ FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "identity": lambda x: x,
 }
+FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}  # as kernels know them: tl_kernels/macros.py
 CHUNK = 64
 
 
