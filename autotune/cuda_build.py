@@ -65,7 +65,7 @@ def fingerprint(op: str) -> str:
     family = cpu_build.ROOT / "tl_kernels" / op
     files = [
         *(file for file in sorted(family.glob("*.py")) if not file.name.startswith("cpu")),
-        *(cpu_build.ROOT / "tl_kernels" / name for name in ("spec.py", "macros.py")),
+        *(cpu_build.ROOT / "tl_kernels" / name for name in ("spec.py", "cuda_macros.py")),
         launcher.HEADER,
         launcher.DRIVER_HEADER,
         Path(launcher.__file__),

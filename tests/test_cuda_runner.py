@@ -17,14 +17,16 @@ import torch
 
 from autotune import cuda_build, target
 from autotune.emulator import Emulated, lower
+from autotune.emulator.lowering import Lowered
 from autotune.verify import check_close
+from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
 from linattn_tl.ops.linear_attention import cuda as runners
-from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaLauncher, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.registry import UnsupportedError
 from tests.conftest import CACHE
 from tl_kernels.linear_attention import cuda as kernels
-from tl_kernels.spec import Problem
+from tl_kernels.spec import Kernel, Problem
 
 K = V = 32
 TRUTH = TorchRunner(recurrent)
@@ -34,54 +36,42 @@ FP32, BF16 = ("sm_80", "float32"), ("sm_90a", "bfloat16")
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
+def lowered(kernel: Kernel, problem: Problem, config: Any, arch: str) -> Lowered:
+    """Kept for the next run of the tests: lowering takes up to ten seconds."""
+    key = f"{cuda_build.fingerprint(problem.op)} {kernel.name} {problem} {config} {arch}"
+    path = CACHE / "lowered" / hashlib.sha256(key.encode()).hexdigest()
+    try:
+        return pickle.loads(path.read_bytes())
+    except (OSError, EOFError, pickle.PickleError):
+        found = lower(kernel.build(problem, config), arch, cuda_build.PASSES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(pickle.dumps(found))
+        part.replace(path)
+        return found
+
+
 class EmulatedBinary:
-    """A kernel's first config under the emulator, as a Launcher."""
+    """A kernel's first config under the emulator, lowered at the first launch."""
 
     def __init__(self, name: str, arch: str, dtype: str):
-        problem = Problem("linear_attention", dtype, K, V, "cuda")
+        self.problem, self.arch = Problem("linear_attention", dtype, K, V, "cuda"), arch
         self.kernel = next(k for k in kernels.KERNELS if k.name == f"linear_attention.{name}")
-        self.problem, self.arch = problem, arch
-        self.config = self.kernel.configs(problem, target.named(arch))[0]
+        self.config = self.kernel.configs(self.problem, target.named(arch))[0]
         self.kept: dict[Any, Any] = {}
         self.launches = 0
 
     @cached_property
-    def emulated(self) -> Emulated:
-        """Lowered at the first launch, and kept for the next run of the tests: it takes up to ten seconds."""
-        fingerprint = cuda_build.fingerprint("linear_attention")
-        key = f"{fingerprint} {self.kernel.name} {self.problem} {self.config} {self.arch}"
-        path = CACHE / "lowered" / hashlib.sha256(key.encode()).hexdigest()
-        try:
-            lowered = pickle.loads(path.read_bytes())
-        except (OSError, EOFError, pickle.PickleError):
-            lowered = lower(self.kernel.build(self.problem, self.config), self.arch)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(pickle.dumps(lowered))
-            part.replace(path)
-        return Emulated(lowered, cache=CACHE / "emulator")
+    def launcher(self) -> EmulatedLauncher:
+        function = lowered(self.kernel, self.problem, self.config, self.arch)
+        return EmulatedLauncher(Emulated(function, cache=CACHE / "emulator"), self.config)
 
     def pack(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        lowered = self.emulated.lowered
-        names = [p.name for p in lowered.parameters if p.kind == "scalar"] + [s.name for s in lowered.symbols]
-        return {name: numbers[name] for name in names}
+        return self.launcher.pack(numbers)
 
     def launch(self, packed: Mapping[str, float], tensors: Sequence[torch.Tensor | None]) -> None:
-        parameters = self.emulated.lowered.parameters
-        wanted = [p for p in parameters if p.kind == "tensor"]
-        given = {p.name: self._seen(p, x, packed) for p, x in zip(wanted, tensors, strict=True)}
-        arguments = [given[p.name] if p.kind == "tensor" else packed[p.name] for p in parameters]
-        self.emulated(*arguments, count=False).assert_clean()
+        self.launcher.launch(packed, tensors)
         self.launches += 1
-
-    def _seen(self, parameter: Any, x: torch.Tensor | None, packed: Mapping[str, float]) -> torch.Tensor:
-        """x as the kernel sees it, by the sizes in the numbers alone."""
-        shape = [int(packed[d]) if isinstance(d, str) else d for d in parameter.shape]
-        if x is None:
-            floats = parameter.dtype.startswith(("float", "bfloat"))
-            return torch.full(shape, float("nan") if floats else -1, dtype=getattr(torch, parameter.dtype))
-        assert x.is_contiguous() and x.data_ptr() % 16 == 0, f"{self.kernel.name}: {parameter.name}"
-        return x.view(shape)
 
 
 @cache

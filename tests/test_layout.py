@@ -1,11 +1,11 @@
 """The layout rules, read from the sources without importing them.
 
 Imports   linattn_tl -> autotune -> tl_kernels and linattn_tl -> tl_kernels, never back. A family in
-          tl_kernels imports tl_kernels.spec, tl_kernels.macros and itself; what families share imports
-          no family.
+          tl_kernels imports tl_kernels.spec, the two modules of macros and itself; what families share
+          imports no family.
 Weight    At module level only the standard library, torch, numpy and our own packages are imported: the
-          package must import without tilelang and cupy. tl_kernels/macros.py, a set of tile programs,
-          imports tilelang and its tvm at the top; so it is itself imported inside functions only.
+          package must import without tilelang and cupy. tl_kernels/macros.py and cuda_macros.py, sets of tile
+          programs, import tilelang and its tvm at the top; so they are imported inside functions only.
 Settings  Only linattn_tl/settings.py reads the environment. autotune starts processes: there
           `{**os.environ, "NAME": value}` may hand it on unread, and a context manager in autotune/pool.py
           may change it for the children it starts and put it back. Nothing else may touch it.
@@ -31,8 +31,10 @@ ROOMS = {  # each room, and the rooms it may import
     "linattn_tl": {"linattn_tl", "autotune", "tl_kernels"},
 }
 LIGHT = {*ROOMS, "torch", "numpy", *sys.stdlib_module_names}
-SHARED = {"spec", "macros"}  # the modules of tl_kernels that every family may import
+SHARED = {"spec", "macros", "cuda_macros"}  # the modules of tl_kernels that every family may import
+MACRO_MODULES = ("tl_kernels.macros.", "tl_kernels.cuda_macros.")
 MACROS = "tl_kernels/macros.py"
+TILE_PROGRAMS = (MACROS, "tl_kernels/cuda_macros.py")
 SETTINGS = "linattn_tl/settings.py"
 POOL = "autotune/pool.py"
 VAGUE = {"util", "utils", "helper", "helpers", "common"}
@@ -111,10 +113,12 @@ def direction(path: str, tree: ast.Module) -> Found:
 
 
 def weight(path: str, tree: ast.Module) -> Found:
-    light = LIGHT | {"tilelang", "tvm"} if path == MACROS else LIGHT
+    light = LIGHT | {"tilelang", "tvm"} if path in TILE_PROGRAMS else LIGHT
     for node in run_at_import(tree):
         for name in imported(node):
-            if name.split(".")[0] not in light or (name + ".").startswith("tl_kernels.macros."):
+            if name.split(".")[0] not in light or (name + ".").startswith(
+                ("tl_kernels.macros.", "tl_kernels.cuda_macros.")
+            ):
                 yield node, f"{name} imported at module level; import it inside the function that needs it"
 
 

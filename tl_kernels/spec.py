@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 DTYPES = ("float32", "bfloat16", "float16")  # what q, k, v and o may be in a compiled kernel
 MAX_HEAD_DIM = 256
+ELU1, RELU, IDENTITY = range(3)  # feature maps, as kernels know them
 
 
 @dataclass(frozen=True)

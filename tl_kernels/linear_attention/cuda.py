@@ -15,7 +15,7 @@ den_i. Both are exact and undone in fp32.
 
 Tokens of all sequences lie behind one another: q, k [tokens, H, K], v, o [tokens, HV, V]. A program walks a span of
 them: sequence n, whose tokens are n length to (n + 1) length, or cu_seqlens[n] to cu_seqlens[n + 1] where length is 0,
-or a segment of it (macros.find_span). Two schedules of a causal pass: `forward` alone, with spans that are sequences;
+or a segment of it (find_span). Two schedules of a causal pass: `forward` alone, with spans that are sequences;
 or, where heads are few and sequences long, `carry` over segments, `scan`, and `forward` from the state before each
 segment. Non-causal attention is `carry` over the keys, then `emit` over segments of the queries.
 
@@ -27,7 +27,7 @@ A state that is not given or not wanted is a tensor of no rows, and its switch i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tl_kernels.linear_attention import cuda_backward
+from tl_kernels.linear_attention import cuda_backward, cuda_decode
 from tl_kernels.linear_attention.cuda_sizes import (
     BYTES,
     SLACK_BYTES,
@@ -46,12 +46,6 @@ class Config:
     BV: int  # columns of the state in a program; with more than one block of V, q and k are read by each
     stages: int  # chunks in shared memory; the next ones are loaded while one is worked on
     threads: int  # that compute; on sm_90a 128 more load
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    BV: int  # columns of the state in a program
-    threads: int
 
 
 @dataclass(frozen=True)
@@ -97,16 +91,11 @@ def scan_configs(p: Problem, target: Target) -> Sequence[ScanConfig]:
     return [ScanConfig(n, n // 4) for n in (1024, 256) if p.K * p.V % n == 0]
 
 
-def decode_configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
-    """Every thread holds K / 16 vectors of 16 bytes of the state: many small programs, for few sequences fill a GPU."""
-    return [DecodeConfig(BV, 4 * BV) for BV in (32, 64, 16) if p.V % BV == 0]
-
-
 def forward(p: Problem, c: Config):
     """O, den and the final state of causal attention."""
     import tilelang.language as T
 
-    from tl_kernels import macros as m
+    from tl_kernels import cuda_macros as m
 
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
@@ -340,7 +329,7 @@ def carry(p: Problem, c: Blocks):
     """The state of each span: S = S_0 + K^T V, z = z_0 + colsum(K) over all its keys."""
     import tilelang.language as T
 
-    from tl_kernels import macros as m
+    from tl_kernels import cuda_macros as m
 
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
@@ -490,7 +479,7 @@ def emit(p: Problem, c: Blocks):
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
-    from tl_kernels import macros as m
+    from tl_kernels import cuda_macros as m
 
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
@@ -562,98 +551,11 @@ def emit(p: Problem, c: Blocks):
     return emit_kernel
 
 
-def decode(p: Problem, c: DecodeConfig):
-    """A few tokens of each sequence against its state, in place: S += phi(k) v^T, z += phi(k), o as above.
-
-    A program holds BV columns of the state in registers while the tokens pass. All programs of a q/k head read z, so
-    that a launch of its own writes it, after them. slots picks the rows of the pools; -1 is padding: o is 0 there.
-    """
-    import tilelang.language as T
-
-    from tl_kernels import macros as m
-
-    BV, K, V, io, f32 = c.BV, p.K, p.V, p.dtype, "float32"
-    NV = V // BV
-    B, tokens, H, HV, P, M = (T.dynamic(n) for n in ("B", "tokens", "H", "HV", "P", "M"))
-
-    @T.prim_func
-    def decode_kernel(
-        q: T.Tensor([B, tokens, H, K], io),
-        k: T.Tensor([B, tokens, H, K], io),
-        v: T.Tensor([B, tokens, HV, V], io),
-        o: T.Tensor([B, tokens, HV, V], io),
-        kv: T.Tensor([P, HV, K, V], f32),
-        z: T.Tensor([P, H, K], f32),
-        slots: T.Tensor([M], "int32"),
-        use_slots: T.int32,
-        feature_map: T.int32,
-        normalize: T.int32,
-        scale: T.float32,
-        eps: T.float32,
-    ):
-        with T.Kernel(B * NV, HV, threads=c.threads) as (i_bv, i_h):
-            i_v = i_bv % NV * BV
-            i_b = i_bv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            slot = T.if_then_else(use_slots > 0, slots[i_b], i_b)
-            S = T.alloc_fragment([K, BV], f32)
-            product = T.alloc_fragment([K, BV], f32)
-            num = T.alloc_fragment([BV], f32)
-            q_s = T.alloc_shared([K], f32)
-            k_s = T.alloc_shared([K], f32)
-            v_s = T.alloc_shared([BV], f32)
-            z_s = T.alloc_shared([K], f32)
-            qz_f = T.alloc_fragment([K, BV], f32)  # the same in every column: den lies with the columns of num
-            den = T.alloc_fragment([BV], f32)
-
-            if slot >= 0:
-                T.copy(kv[slot, i_h, 0:K, i_v : i_v + BV], S)
-                for d in T.Parallel(K):
-                    z_s[d] = z[slot, i_q, d]
-                for t in T.serial(tokens):
-                    for d in T.Parallel(K):
-                        q_s[d] = m.feature(T.cast(q[i_b, t, i_q, d], f32), feature_map) * scale
-                        k_s[d] = m.feature(T.cast(k[i_b, t, i_q, d], f32), feature_map)
-                    for j in T.Parallel(BV):
-                        v_s[j] = T.cast(v[i_b, t, i_h, i_v + j], f32)
-                    for d in T.Parallel(K):
-                        z_s[d] += k_s[d]
-                    for d, j in T.Parallel(K, BV):
-                        S[d, j] += k_s[d] * v_s[j]
-                        product[d, j] = q_s[d] * S[d, j]
-                        qz_f[d, j] = q_s[d] * z_s[d]
-                    T.reduce_sum(product, num, dim=0)
-                    T.reduce_sum(qz_f, den, dim=0)
-                    for j in T.Parallel(BV):
-                        o[i_b, t, i_h, i_v + j] = T.cast(
-                            num[j] / T.if_then_else(normalize > 0, den[j] + eps, T.float32(1)), io
-                        )
-                T.copy(S, kv[slot, i_h, 0:K, i_v : i_v + BV])
-            if slot < 0:
-                for t in T.serial(tokens):
-                    for j in T.Parallel(BV):
-                        o[i_b, t, i_h, i_v + j] = T.cast(0, io)
-
-        with T.Kernel(B, H, threads=K) as (i_zb, i_zh):
-            z_slot = T.if_then_else(use_slots > 0, slots[i_zb], i_zb)
-            z_new = T.alloc_fragment([K], f32)
-            if z_slot >= 0:
-                for d in T.Parallel(K):
-                    z_new[d] = z[z_slot, i_zh, d]
-                for t in T.serial(tokens):
-                    for d in T.Parallel(K):
-                        z_new[d] += m.feature(T.cast(k[i_zb, t, i_zh, d], f32), feature_map)
-                for d in T.Parallel(K):
-                    z[z_slot, i_zh, d] = z_new[d]
-
-    return decode_kernel
-
-
 KERNELS = (
     Kernel("linear_attention.forward", forward, configs),
     Kernel("linear_attention.carry", carry, state_configs),
     Kernel("linear_attention.scan", scan, scan_configs),
     Kernel("linear_attention.emit", emit, state_configs),
-    Kernel("linear_attention.decode", decode, decode_configs),
+    cuda_decode.DECODE,
     *cuda_backward.KERNELS,
 )

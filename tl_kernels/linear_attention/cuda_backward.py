@@ -41,7 +41,7 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
-    from tl_kernels import macros as m
+    from tl_kernels import cuda_macros as m
 
     C, BK, io, f32, tile = c.C, c.BK, p.dtype, "float32", tile_dtype(p)
     K, V, VP = p.K, p.V, padded(p.V)
@@ -189,7 +189,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
-    from tl_kernels import macros as m
+    from tl_kernels import cuda_macros as m
 
     C, BK, BV, io, f32, tile = c.C, c.BK, c.BV, p.dtype, "float32", tile_dtype(p)
     K, V = p.K, p.V

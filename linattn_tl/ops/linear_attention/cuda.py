@@ -11,17 +11,16 @@ others are copied first.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from autotune.launcher import KEPT, keep
-from autotune.launcher.cuda import CudaBinary
+from linattn_tl.launchers import ALIGNMENT, Launcher
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.registry import UnsupportedError
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
 
-ALIGNMENT = 16  # bytes; kernels read vectors of this size
 MULTIPLE = 16  # of K and V
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65535  # CUDA C++ Programming Guide, "Technical Specifications"
 SPAN_MULTIPLE = 64  # tokens; the largest chunk of a kernel, so that none but the last of a sequence is ragged
@@ -31,42 +30,6 @@ CARRIED_TOKENS = 512  # no carried span shorter than this
 CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
 SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
 WAVES = 2  # programs a multiprocessor that a cut aims at
-
-
-class Launcher(Protocol):
-    """One kernel, built with one config, and how it is launched."""
-
-    config: Any
-    kept: dict[Any, Any]  # what pack made, by the caller's keys
-
-    def pack(self, numbers: Mapping[str, float]) -> Any:
-        """Scalars and dynamic sizes, by name (there may be more than the kernel has), as launch takes them."""
-        ...
-
-    def launch(self, packed: Any, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Run on the current stream of the first tensor's device.
-
-        Tensors are in the kernel's order, contiguous, and may have other ranks than the kernel's; None is one that the
-        numbers say is not touched.
-        """
-        ...
-
-
-class CudaLauncher:
-    """A loaded binary as a Launcher."""
-
-    def __init__(self, binary: CudaBinary, config: Any):
-        self.binary, self.config = binary, config
-        self.kept: dict[Any, Any] = {}
-
-    def pack(self, numbers: Mapping[str, float]) -> bytes:
-        return self.binary.fixed(*[numbers[name] for name in self.binary.numbers])
-
-    def launch(self, packed: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
-        device = tensors[0].get_device()  # pyright: ignore[reportOptionalMemberAccess]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        words = [0 if x is None else x.data_ptr() for x in tensors]
-        self.binary(self.binary.addresses(device, stream, *words) + packed)
 
 
 def refuse_sizes(problem: Problem) -> str | None:
@@ -101,7 +64,7 @@ class Walk(NamedTuple):
 
     @property
     def spans(self) -> int:
-        """Packed sequences may have a few slots more than spans: see find_span in tl_kernels/macros.py."""
+        """Packed sequences may have a few slots more than spans: see find_span in tl_kernels/cuda_macros.py."""
         if self.length:
             return self.sequences * -(-self.length // self.segment)
         return self.tokens // self.segment + self.sequences

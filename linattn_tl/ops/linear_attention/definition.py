@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tl_kernels.spec import ELU1, IDENTITY, RELU
+
 FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu1": lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),
     "relu": torch.relu,
     "identity": lambda x: x,
 }
-FEATURE_MAP_CODES = {"elu1": 0, "relu": 1, "identity": 2}  # as kernels know them: tl_kernels/macros.py
+FEATURE_MAP_CODES = {"elu1": ELU1, "relu": RELU, "identity": IDENTITY}
 CHUNK = 64
 
 
