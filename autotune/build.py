@@ -105,6 +105,40 @@ def binary_key(kernel: Kernel, problem: Problem, config: object, target: Target,
     )
 
 
+def shaping_problem(problem: Problem, target: Target) -> Problem:
+    """The problem with all that does not shape a binary at one value: a CPU binary serves every K and V."""
+    if target.device == "cuda":
+        return problem._replace(device="cuda", index=0)
+    return problem._replace(K=64, V=64, device="cpu", index=0)
+
+
+def missing_tools(target: Target) -> str:
+    """Which tool building for a target lacks here; "" if none."""
+    if target.device == "cuda":
+        from autotune import cuda_build
+
+        return cuda_build.missing()
+    return tools().missing
+
+
+def source_hash(op: str, target: Target) -> str:
+    """Of every source file that shapes a family's binaries for a target."""
+    if target.device == "cuda":
+        from autotune import cuda_build
+
+        return cuda_build.fingerprint(op)
+    return fingerprint(op)
+
+
+def compilers(target: Target) -> str:
+    """What makes binaries for a target here, with versions."""
+    if target.device == "cuda":
+        from autotune import cuda_build
+
+        return cuda_build.compilers()
+    return f"g++ {tools().version}"
+
+
 def emit(kernel: Kernel, problem: Problem, config: object) -> str:
     """The complete C++ source of a binary. Imports tilelang."""
     import tilelang
@@ -156,6 +190,6 @@ def build(kernel: Kernel, problem: Problem, config: object, target: Target, out:
         "arch": target.arch,
         "config": config_dict(config),
         "tilelang": TILELANG,
-        "compiler": f"g++ {tools().version}",
+        "compiler": compilers(target),
         "seconds": round(time.perf_counter() - start, 2),
     }

@@ -59,6 +59,10 @@ def missing() -> str:
     return tools().missing or toolkit().missing
 
 
+def compilers() -> str:
+    return f"nvcc {toolkit().version}, g++ {tools().version}"
+
+
 @cache
 def fingerprint(op: str) -> str:
     """Hash of every source file that shapes a CUDA binary of this family."""
@@ -97,12 +101,30 @@ def static_dims(problem: Problem) -> dict[str, int]:
     return {"K": problem.K, "V": problem.V}
 
 
-def build(kernel: Kernel, problem: Problem, config: object, target: Target, out: Path) -> dict[str, object]:
-    """Build one binary at out and return its manifest. Raises BuildError when a tool is missing or fails."""
+def lower(kernel: Kernel, problem: Problem, config: object, target: Target) -> "Lowered":
+    """The source of a binary, as the emulator executes it and build compiles it. Raises BuildError."""
+    return lower_function(kernel.build(problem, config), target.arch, kernel.name)
+
+
+def lower_function(func: Any, arch: str, name: str = "") -> "Lowered":
+    """Lower a prim_func; `name` is what messages call it. Raises BuildError."""
+    from autotune.emulator import lowering
+    from autotune.emulator.errors import EmulatorError
+
     if missing():
-        raise BuildError(f"{kernel.name}: {missing()}")
+        raise BuildError(f"{name}: {missing()}")
+    try:
+        return lowering.lower(func, arch, PASSES)
+    except (EmulatorError, ValueError) as error:
+        raise BuildError(f"{name}: {error}" if name else str(error)) from error
+
+
+def build(
+    kernel: Kernel, problem: Problem, config: object, target: Target, out: Path, lowered: "Lowered | None" = None
+) -> dict[str, object]:
+    """Build one binary at out and return its manifest. Raises BuildError when a tool is missing or fails."""
     start = time.perf_counter()
-    said = build_function(kernel.build(problem, config), target.arch, out, kernel.name)
+    said = build_lowered(lowered or lower(kernel, problem, config, target), out, kernel.name)
     return {
         **said,
         "dtype": problem.dtype,
@@ -129,16 +151,14 @@ def build_function(func: Any, arch: str, out: Path, name: str = "") -> dict[str,
     Raises:
         BuildError: a tool is missing or fails, TileLang does not lower the kernel, or it cannot be launched.
     """
-    from autotune.emulator import lowering
-    from autotune.emulator.errors import EmulatorError
+    return build_lowered(lower_function(func, arch, name), out, name)
 
-    try:
-        lowered = lowering.lower(func, arch, PASSES)
-    except (EmulatorError, ValueError) as error:
-        raise BuildError(f"{name}: {error}" if name else str(error)) from error
+
+def build_lowered(lowered: "Lowered", out: Path, name: str = "") -> dict[str, object]:
+    """As build_function, of a function that is lowered already."""
     name = name or lowered.name
     try:
-        cubin = cuda_toolkit.compile_cubin(lowered.kernel_source, arch)
+        cubin = cuda_toolkit.compile_cubin(lowered.kernel_source, lowered.arch)
         return link(lowered, cubin, out, name)
     except BuildError as error:
         raise BuildError(f"{name}: {error}") from error
@@ -197,7 +217,7 @@ def _describe(
         "cubin_sha256": hashlib.sha256(cubin.data).hexdigest(),
         "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
         "tilelang": TILELANG,
-        "compiler": f"nvcc {toolkit().version}, g++ {tools().version}",
+        "compiler": compilers(),
         "minimum_driver": about.minimum_driver,
         "minimum_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
     }

@@ -31,16 +31,18 @@ def interleaved(
     min_round_s: float = 1e-3,
     warmup: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    finish: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Times functions against each other, so that what slows the machine meanwhile slows them all.
 
     Every round takes one sample of each, in an order that changes from round to round.
 
     Args:
-        fns: each returns when its work is done (a GPU's caller synchronises).
+        fns: each returns when its work is done, or `finish` waits for it.
         min_round_s: a sample repeats its function until it lasts about this long, as found while warming up.
         warmup: calls of each before anything is timed.
         progress: called with (rounds done, rounds) after each round.
+        finish: called at the end of each sample, within its time: torch.cuda.synchronize for work on a GPU.
 
     Returns:
         A Timing per name.
@@ -48,12 +50,12 @@ def interleaved(
     if rounds < 1:
         raise ValueError(f"interleaved: rounds is {rounds}; expected at least 1")
     names = list(fns)
-    inner = {name: _warm(fns[name], warmup, min_round_s * 1e9) for name in names}
+    inner = {name: _warm(fns[name], warmup, min_round_s * 1e9, finish) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for done in range(rounds):
         for i in _order(len(names), done):
             name = names[i]
-            samples[name].append(_elapsed_ns(fns[name], inner[name]) / inner[name] / 1e3)
+            samples[name].append(_elapsed_ns(fns[name], inner[name], finish) / inner[name] / 1e3)
         if progress is not None:
             progress(done + 1, rounds)
     return {name: _timing(samples[name], inner[name]) for name in names}
@@ -90,22 +92,24 @@ def _order(n: int, turn: int) -> list[int]:
     return order[::-1] if turn // max(n, 1) % 2 else order
 
 
-def _warm(fn: Callable[[], object], warmup: int, min_ns: float) -> int:
+def _warm(fn: Callable[[], object], warmup: int, min_ns: float, finish: Callable[[], object] | None = None) -> int:
     """Warms fn up; returns how many calls last min_ns."""
     for _ in range(warmup):
         fn()
     inner = 1
-    while (elapsed := _elapsed_ns(fn, inner)) < min_ns:
+    while (elapsed := _elapsed_ns(fn, inner, finish)) < min_ns:
         # A first call is often slow, so one guess may fall short; a tenfold step bounds an overshoot.
         wanted = math.ceil(inner * min_ns / max(elapsed, 1))
         inner = min(10 * inner, max(inner + 1, wanted))
     return inner
 
 
-def _elapsed_ns(fn: Callable[[], object], calls: int) -> int:
+def _elapsed_ns(fn: Callable[[], object], calls: int, finish: Callable[[], object] | None = None) -> int:
     start = time.perf_counter_ns()
     for _ in range(calls):
         fn()
+    if finish is not None:
+        finish()
     return time.perf_counter_ns() - start
 
 

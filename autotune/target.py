@@ -21,6 +21,7 @@ SHARED_LIMIT = {  # bytes of shared memory a block may have: CUDA C++ Programmin
     "sm_100a": 227 * 1024,
     "sm_120a": 99 * 1024,
 }
+ARCHS = (*CPU_ARCHS, *SHARED_LIMIT)  # all that we can build for
 
 
 def offered(cpuinfo: str | None = None) -> tuple[Target, ...]:
@@ -30,7 +31,7 @@ def offered(cpuinfo: str | None = None) -> tuple[Target, ...]:
     """
     text = _read_cpuinfo() if cpuinfo is None else cpuinfo
     flags = _flags(text)
-    name, cores = _model_name(text), _usable_cores()
+    name, cores = _model_name(text), usable_cores()
     return tuple(Target(arch, name, cores) for arch, needs in CPU_ARCHS.items() if needs <= flags)
 
 
@@ -45,8 +46,8 @@ def named(arch: str) -> Target:
 
     Raises ValueError, naming the known archs, for one we cannot build for.
     """
-    if arch not in CPU_ARCHS and arch not in SHARED_LIMIT:
-        raise ValueError(f"target: arch is {arch!r}; expected one of {', '.join((*CPU_ARCHS, *SHARED_LIMIT))}")
+    if arch not in ARCHS:
+        raise ValueError(f"target: arch is {arch!r}; expected one of {', '.join(ARCHS)}")
     return Target(arch, smem_bytes=SHARED_LIMIT.get(arch, 0))
 
 
@@ -91,7 +92,8 @@ def _model_name(cpuinfo: str) -> str:
     return f"{name} {'/'.join(numbers)}".strip()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """What this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

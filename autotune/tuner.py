@@ -30,9 +30,20 @@ class Task:
 
     kernel: str
     dtype: str
+    K: int
+    V: int
     config: tuple[tuple[str, int], ...]
     arch: str
     checked: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel, a config of it, and the problem as far as it shapes the binary."""
+
+    kernel: Kernel
+    problem: Problem
+    config: Any
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class Plan:
     budget_s: float
     jobs: int
     checked: bool = True  # False: for kernel development; nothing is stored as served, no row is written
+    wanted: Callable[[Kernel, Problem], bool] = lambda kernel, problem: True  # whether a call would use a kernel
 
 
 @dataclass(frozen=True)
@@ -137,19 +149,31 @@ def tune(
     return report
 
 
-def candidates(plan: Plan) -> list[tuple[Kernel, str, Any]]:
-    """(kernel, dtype, config), the best guesses of all kernels first: whenever time runs out, all have some."""
-    ranked = []
+def candidates(plan: Plan) -> list[Candidate]:
+    """The best guesses of all kernels first: whenever time runs out, all have some."""
+    ranked: list[tuple[int, Candidate]] = []
     for kernel in plan.kernels:
-        for dtype in plan.dtypes:
-            configs = kernel.configs(Problem(kernel.op, dtype, *plan.dims[0]), plan.device)
-            ranked += [(rank, kernel, dtype, config) for rank, config in enumerate(configs)]
+        for problem in _problems(plan, kernel):
+            configs = kernel.configs(problem, plan.device)
+            ranked += [(rank, Candidate(kernel, problem, config)) for rank, config in enumerate(configs)]
     ranked.sort(key=lambda r: r[0])
-    return [r[1:] for r in ranked]
+    return [candidate for _, candidate in ranked]
 
 
-def _key(plan: Plan, kernel: Kernel, dtype: str, config: Any) -> str:
-    return build.binary_key(kernel, Problem(kernel.op, dtype, *plan.dims[0]), config, plan.device, plan.checked)
+def _problems(plan: Plan, kernel: Kernel) -> list[Problem]:
+    """Those that need binaries of their own."""
+    every = (Problem(kernel.op, dtype, K, V) for dtype in plan.dtypes for K, V in plan.dims)
+    shaping = dict.fromkeys(build.shaping_problem(p, plan.device) for p in every)
+    return [p for p in shaping if plan.wanted(kernel, p)]
+
+
+def _key(plan: Plan, c: Candidate) -> str:
+    return build.binary_key(c.kernel, c.problem, c.config, plan.device, plan.checked)
+
+
+def _task(plan: Plan, c: Candidate) -> Task:
+    p = c.problem
+    return Task(c.kernel.name, p.dtype, p.K, p.V, config_items(c.config), plan.device.arch, plan.checked)
 
 
 def _build_all(
@@ -161,36 +185,36 @@ def _build_all(
     report: Report,
     failed: set[str],
     start: float,
-) -> list[tuple[Kernel, str, Any]]:
+) -> list[Candidate]:
     """Build and check what is not stored; returns the candidates that are right."""
     usable, todo = [], []
     everything = candidates(plan)
     report.candidates = len(everything)
-    for kernel, dtype, config in everything:
-        if has_binary(kernel, Problem(kernel.op, dtype, *plan.dims[0]), config):
-            usable.append((kernel, dtype, config))
-        elif _key(plan, kernel, dtype, config) not in failed:
-            todo.append((kernel, dtype, config))
+    for candidate in everything:
+        if has_binary(candidate.kernel, candidate.problem, candidate.config):
+            usable.append(candidate)
+        elif _key(plan, candidate) not in failed:
+            todo.append(candidate)
     report.found = len(usable)
     done = len(everything) - len(todo)
     progress("build", done, len(everything))
 
     def on_result(outcome: Outcome) -> None:
         nonlocal done
-        kernel, dtype, config = todo[outcome.task_index]
+        candidate = todo[outcome.task_index]
         done += 1
         if outcome.status == "ok":
             report.built += 1
-            usable.append((kernel, dtype, config))
+            usable.append(candidate)
         elif outcome.status == "skipped":
             report.skipped += 1
         else:
             fact = {
                 "event": "dropped",
-                "key": _key(plan, kernel, dtype, config),
-                "kernel": kernel.name,
-                "dtype": dtype,
-                "config": config_dict(config),
+                "key": _key(plan, candidate),
+                "kernel": candidate.kernel.name,
+                "dtype": candidate.problem.dtype,
+                "config": config_dict(candidate.config),
                 "device": plan.device.name,
                 "why": f"{outcome.status}: {outcome.error}",
             }
@@ -198,7 +222,7 @@ def _build_all(
             report.dropped.append({k: str(fact[k]) for k in ("kernel", "dtype", "config", "why")})
         progress("build", done, len(everything))
 
-    tasks = [Task(k.name, d, config_items(c), plan.device.arch, plan.checked) for k, d, c in todo]
+    tasks = [Task(c.kernel.name, *c.problem[1:4], config_items(c.config), plan.device.arch, plan.checked) for c in todo]
     run_tasks(
         tasks,
         workers.build,
@@ -210,15 +234,16 @@ def _build_all(
     return usable
 
 
-def _groups(plan: Plan, usable: Sequence[tuple[Kernel, str, Any]]) -> list[Group]:
-    grouped: dict[tuple[str, str], list[Any]] = {}
-    for kernel, dtype, config in usable:
-        grouped.setdefault((kernel.name, dtype), []).append(config_items(config))
-    return [
-        Group(name, dtype, K, V, plan.device.arch, tuple(sorted(configs)), plan.checked)
-        for (name, dtype), configs in grouped.items()
-        for K, V in plan.dims
-    ]
+def _groups(plan: Plan, usable: Sequence[Candidate]) -> list[Group]:
+    """One a kernel, dtype and head dims, with the configs that have a binary for those."""
+    groups = []
+    for name, dtype in dict.fromkeys((c.kernel.name, c.problem.dtype) for c in usable):
+        for K, V in plan.dims:
+            shaping = build.shaping_problem(Problem(name.split(".")[0], dtype, K, V), plan.device)
+            configs = [config_items(c.config) for c in usable if (c.kernel.name, c.problem) == (name, shaping)]
+            if configs:
+                groups.append(Group(name, dtype, K, V, plan.device.arch, tuple(sorted(configs)), plan.checked))
+    return groups
 
 
 def _identity(plan: Plan, group: Group) -> dict[str, Any]:
@@ -226,8 +251,8 @@ def _identity(plan: Plan, group: Group) -> dict[str, Any]:
     return {
         **json.loads(json.dumps(asdict(group))),
         "device": plan.device.name,
-        "compiler": build.tools().version,
-        "source": build.fingerprint(group.kernel.split(".")[0]),
+        "compiler": build.compilers(plan.device),
+        "source": build.source_hash(group.kernel.split(".")[0], plan.device),
     }
 
 
@@ -236,7 +261,7 @@ def _time_all(
     workers: Workers,
     journal: Journal,
     progress: Progress,
-    usable: Sequence[tuple[Kernel, str, Any]],
+    usable: Sequence[Candidate],
     report: Report,
     start: float,
 ) -> list[dict[str, Any]]:
@@ -285,7 +310,7 @@ def _row(plan: Plan, group: Group, timings: Sequence[tuple[float, float]]) -> di
         "gflops": round(timings[best][1], 1),
         "candidates": len(timings),
         "device": plan.device.name,
-        "tools": f"tilelang {build.TILELANG}, g++ {build.tools().version}",
+        "tools": f"tilelang {build.TILELANG}, {build.compilers(plan.device)}",
     }
 
 

@@ -65,7 +65,7 @@ def _loaded(op: registry.Op) -> Any:
 def _sequence_pair() -> tuple[Callable[[], object], Callable[[], object], Any]:
     q, k, v = (torch.randn(1, 4, 1, D) for _ in "qkv")
     fwd = _Recorder(_loaded(OP).fwd)
-    kernels: dict[str, Any] = {OP.kernels[0].name: fwd}
+    kernels: dict[str, Any] = {OP.compiled["cpu"].kernels[0].name: fwd}
     results = CpuRunner(kernels).forward((q, k, v, None, None), None, Options())
     return lambda: linattn_tl.linear_attention(q, k, v), fwd.launch(), (q, k, v, results)
 
@@ -74,7 +74,7 @@ def _decode_pair() -> tuple[Callable[[], object], Callable[[], object], Any]:
     q, k, v = (torch.randn(1, 1, D) for _ in "qkv")
     kv, z, out = torch.zeros(1, 1, D, D), torch.zeros(1, 1, D), torch.empty_like(v)
     step = _Recorder(_loaded(DECODE_OP).decode)
-    kernels: dict[str, Any] = {DECODE_OP.kernels[0].name: step}
+    kernels: dict[str, Any] = {DECODE_OP.compiled["cpu"].kernels[0].name: step}
     CpuDecode(kernels)(q[:, None], k[:, None], v[:, None], kv, z, None, Options(), out[:, None])
     call = lambda: linattn_tl.linear_attention_decode(q, k, v, (kv, z), out=out)  # noqa: E731
     return call, step.launch(), (q, k, v, kv, z, out)

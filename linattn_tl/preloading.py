@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from linattn_tl import registry
+from linattn_tl import devices, registry
 from tl_kernels.spec import Problem
 
 
@@ -26,7 +26,7 @@ def preload(
         K, V: head dims of key and value.
         H, HV: head counts, where binaries depend on them (CPU binaries do not).
         dtypes: of q, k and v.
-        device: "cpu" (default) or a CUDA device.
+        device: "cpu" (default) or a CUDA device, the current one where it has no index.
         backend: as in the call that follows.
 
     Returns:
@@ -42,7 +42,7 @@ def preload(
     for name, size in (("K", K), ("V", V)):
         if size < 1:
             raise ValueError(f"preload: {name} is {size}; expected at least 1")
-    kind = torch.device(device or "cpu").type
+    where = torch.device(device or "cpu").type, devices.index_of(device)
     served: dict[str, str] = {}
     for name in (op, f"{op}_decode"):
         found = registry.all_ops().get(name)
@@ -50,6 +50,6 @@ def preload(
             continue
         for dtype in dtypes:
             dtype_name = str(dtype).removeprefix("torch.")
-            choice = registry.choose(found, Problem(name, dtype_name, K, V, kind), backend)
+            choice = registry.choose(found, Problem(name, dtype_name, K, V, *where), backend)
             served[f"{name} {dtype_name}"] = choice.backend
     return served

@@ -4,14 +4,14 @@ import importlib
 import logging
 import pkgutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from autotune.build import BuildError
-from linattn_tl import settings
-from tl_kernels.spec import Kernel, Problem
+from linattn_tl import devices, settings
+from tl_kernels.spec import Kernel, Problem, Target
 
 log = logging.getLogger("linattn_tl")
 COMPILED = ("binary", "jit")
@@ -33,6 +33,24 @@ class Impl:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """The kernels that serve an op on one type of device, how a runner is made of them, and how they are tried.
+
+    A launcher is a loaded kernel: a CpuBinary, or a Launcher of linattn_tl.launchers.
+    """
+
+    kernels: tuple[Kernel, ...]
+    runner: Callable[[Mapping[str, Any], Target], Any]  # {kernel name: launcher}, device -> the runner
+    trial: Any  # module with check(kernel, problem, launcher, ...) and workload(kernel, problem, launcher, ...)
+    refuse: Callable[[Problem], str | None] = lambda problem: None  # what none of the kernels can do
+    needed: Callable[[Problem, Target], tuple[Kernel, ...]] | None = None  # where it is not all of them
+
+    def serving(self, problem: Problem, device: Target) -> tuple[Kernel, ...]:
+        """The kernels without which the problem cannot be served on a device."""
+        return self.kernels if self.needed is None else self.needed(problem, device)
+
+
+@dataclass(frozen=True)
 class Op:
     """A public op and everything the house needs to serve, check, tune and time it."""
 
@@ -40,9 +58,7 @@ class Op:
     call: Callable[..., Any]  # the public function
     bind: Callable[..., Problem]  # the public function's arguments -> Problem, after all checks
     impls: tuple[Impl, ...]  # preferred first; the torch one last
-    kernels: tuple[Kernel, ...]  # what a compiled backend loads
-    compiled: Callable[[Any], Any]  # {kernel name: binary} -> the runner of the compiled backends
-    trial: Any  # module with check(kernel, problem, runner) and workload(kernel, problem, runner)
+    compiled: Mapping[str, Compiled]  # by device type
     autograd: Any = None  # Autograd below, or None for an op without gradients
 
 
@@ -128,6 +144,7 @@ def _choose(op: Op, problem: Problem, backend: str) -> Choice:
             continue
         reason = impl.refuse(problem)
         if reason is None:
+            _check_no_capture(op, impl, problem)
             try:
                 choice = Choice(impl.backend, impl.load(problem))
             except BuildError as error:
@@ -138,6 +155,16 @@ def _choose(op: Op, problem: Problem, backend: str) -> Choice:
                 return choice
         reasons.append(f"{impl.backend}: {reason}")
     raise UnsupportedError(f"{op.name}: no backend can serve {problem}: " + "; ".join(reasons))
+
+
+def _check_no_capture(op: Op, impl: Impl, problem: Problem) -> None:
+    """Loading allocates and waits for the device, which would spoil a graph that is being captured."""
+    if impl.backend != "torch" and devices.capturing(problem):
+        p = problem
+        raise UnsupportedError(
+            f"{op.name}: the first call for {p.dtype} K={p.K} V={p.V} came while a CUDA graph was captured; expected "
+            f"linattn_tl.preload({op.name.removesuffix('_decode')!r}, K={p.K}, V={p.V}, ...) or a call before that"
+        )
 
 
 def fall_back(op: str, backend: str, why: str) -> None:

@@ -1,5 +1,6 @@
 """Arguments, checked once at the public boundary: shape letters, dtypes, devices."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -88,6 +89,33 @@ def check_cu_seqlens(op: str, values: Sequence[int], T: int) -> None:
             raise ValueError(f"{op}: cu_seqlens decreases from {a} to {b} at index {i + 1}; expected no decrease")
     if values[-1] != T:
         raise ValueError(f"{op}: cu_seqlens ends with {values[-1]}; expected T = {T} (T from q)")
+
+
+def check_lengths(op: str, lengths: torch.Tensor, T: int) -> None:
+    """The values of cu_seqlens, as check_cu_seqlens.
+
+    On a GPU, where reading them waits for all work before: once for a tensor as long as it is not written to, and not
+    while a graph is captured.
+    """
+    if not lengths.is_cuda:
+        check_cu_seqlens(op, lengths.tolist(), T)
+    elif not torch.cuda.is_current_stream_capturing():
+        _check_lengths_once(op, lengths, T)
+
+
+def _check_lengths_once(op: str, lengths: torch.Tensor, T: int) -> None:
+    version = -1 if lengths.is_inference() else lengths._version  # an inference tensor counts no writes
+    known = _checked_lengths.get(id(lengths))
+    if version >= 0 and known is not None and known[0]() is lengths and known[1:] == (version, T):
+        return
+    check_cu_seqlens(op, lengths.tolist(), T)
+    if len(_checked_lengths) >= _REMEMBERED:
+        _checked_lengths.clear()
+    _checked_lengths[id(lengths)] = (weakref.ref(lengths), version, T)
+
+
+_REMEMBERED = 256  # a training step has one tensor of lengths, or a few
+_checked_lengths: dict[int, tuple[Any, int, int]] = {}
 
 
 def check_slots(op: str, values: Sequence[int], P: int) -> None:

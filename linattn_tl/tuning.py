@@ -1,16 +1,18 @@
-"""Tuning this device: what to tune by default, where results go, and the tuner's run."""
+"""Tuning a device of this machine, and building for any: what by default, where results go, and the runs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune import build, target, tuner
 from autotune.pool import Outcome, run_tasks
-from autotune.tuner import Plan, Report, Workers
-from linattn_tl import loader, registry, settings, trials
-from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target, check_dtype_name
+from autotune.tuner import Plan, Report, Task, Workers
+from linattn_tl import devices, loader, registry, settings, trials
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target, check_dtype_name, config_items
 
 WORKERS = Workers(loader.BUILDER, "linattn_tl.trials:time_group")
+DIMS = ((64, 64), (128, 128))
 
 
 def make_plan(
@@ -18,7 +20,7 @@ def make_plan(
     arch: str = "native",
     budget_s: float,
     dtypes: Sequence[str] = DTYPES,
-    dims: Sequence[tuple[int, int]] = ((64, 64), (128, 128)),
+    dims: Sequence[tuple[int, int]] = DIMS,
     ops: Sequence[str] | None = None,
     jobs: int = 0,
     checked: bool = True,
@@ -27,33 +29,39 @@ def make_plan(
 
     Raises ValueError naming what is not known, RuntimeError for what is not possible here.
     """
-    if build.tools().missing:
-        raise RuntimeError(f"tuning builds kernels, and {build.tools().missing}")
+    device = _device(arch)
+    _check(device, dtypes, dims)
+    families = trials.families(device.device)
+    for op in ops or ():
+        if op not in families:
+            raise ValueError(f"op is {op!r}; expected one of {', '.join(families)}")
+    chosen = [k for k in trials.all_kernels(device.device) if ops is None or k.op in ops]
+    wanted = lambda kernel, problem: kernel.name in {k.name for k in trials.needed_kernels(problem, device)}  # noqa: E731
+    jobs = jobs or target.usable_cores()
+    return Plan(chosen, list(dtypes), list(dims), device, budget_s, jobs, checked, wanted)
+
+
+def _check(device: Target, dtypes: Sequence[str], dims: Sequence[tuple[int, int]]) -> None:
+    if missing := build.missing_tools(device):
+        raise RuntimeError(f"kernels for {device.arch} cannot be built here: {missing}")
     for dtype in dtypes:
         check_dtype_name(dtype)
     for K, V in dims:
         if not (1 <= K <= MAX_HEAD_DIM and 1 <= V <= MAX_HEAD_DIM):
             raise ValueError(f"head dims are {K}x{V}; expected 1 to {MAX_HEAD_DIM}")
-    kernels = trials.all_kernels()
-    families = list(dict.fromkeys(k.op for k in kernels))
-    for op in ops or ():
-        if op not in families:
-            raise ValueError(f"op is {op!r}; expected one of {', '.join(families)}")
-    chosen = [k for k in kernels if ops is None or k.op in ops]
-    device = _device(arch)
-    return Plan(chosen, list(dtypes), list(dims), device, budget_s, jobs or device.cores, checked)
 
 
 def _device(arch: str) -> Target:
-    offered = target.offered()
-    if not offered:
+    """A device of this machine: its CPU, or a GPU that torch sees."""
+    cpus = target.offered()
+    gpus = devices.offered(Problem("", "", 0, 0, "cuda"))[:1]
+    if arch == "native" and not cpus:
         raise RuntimeError("this CPU has no compiled kernels: neither x86-64-v3 nor x86-64-v4")
-    if arch == "native":
-        return offered[0]
-    for device in offered:
-        if device.arch == arch:
+    for device in cpus if arch == "native" else (*cpus, *gpus):
+        if arch in ("native", device.arch):
             return device
-    raise ValueError(f"arch is {arch!r}; this machine can tune native, {', '.join(t.arch for t in offered)}")
+    known = ", ".join(["native", *(t.arch for t in (*cpus, *gpus))])
+    raise ValueError(f"arch is {arch!r}; this machine can tune {known}")
 
 
 def run(plan: Plan, *, progress: tuner.Progress, fresh: bool = False) -> tuple[Report, Path]:
@@ -73,29 +81,73 @@ def run(plan: Plan, *, progress: tuner.Progress, fresh: bool = False) -> tuple[R
     return report, path
 
 
+@dataclass(frozen=True)
+class Built:
+    """What became of one binary that was to be built."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    K: int  # head dims that shaped it; a CPU binary serves all
+    V: int
+    config: dict[str, int]
+    status: str
+    error: str
+
+
 def build_best(
-    archs: Sequence[str], dtypes: Sequence[str], jobs: int, say: Callable[[dict[str, Any], int, int], None]
-) -> list[dict[str, Any]]:
-    """Build the best known config of every kernel for each architecture; checked where this machine can run it."""
-    if build.tools().missing:
-        raise RuntimeError(f"building needs a compiler, and {build.tools().missing}")
-    for dtype in dtypes:
-        check_dtype_name(dtype)
-    tasks = []
+    archs: Sequence[str],
+    dtypes: Sequence[str],
+    dims: Sequence[tuple[int, int]] = DIMS,
+    *,
+    ops: Sequence[str] | None = None,
+    every_config: bool = False,
+    jobs: int = 0,
+    say: Callable[[Built, int, int], None] = lambda built, done, total: None,
+) -> list[Built]:
+    """Build the best known config of every kernel, or every one that may launch, for each architecture.
+
+    What this machine's CPU can run is executed, and what is for a GPU is executed under the emulator, before it is
+    kept. Raises ValueError naming what is not known, RuntimeError for want of a tool.
+    """
+    tasks: list[Task] = []
     for device in (target.named(a) for a in archs):
-        for kernel in trials.all_kernels():
-            for dtype in dtypes:
-                tasks.append(loader.best_task(kernel, dtype, device))
-    done: list[dict[str, Any]] = []
+        _check(device, dtypes, dims)
+        families = [f for f in trials.families(device.device) if ops is None or f in ops]
+        if not families:
+            raise ValueError(f"ops are {', '.join(ops or ())}; expected {', '.join(trials.families(device.device))}")
+        for problem in (Problem(f, d, K, V, device.device) for f in families for d in dtypes for K, V in dims):
+            tasks += _build_tasks(problem, device, every_config)
+    tasks = list(dict.fromkeys(tasks))
+    done: list[Built] = []
 
     def on_result(outcome: Outcome) -> None:
-        task = tasks[outcome.task_index]
-        fact = {"kernel": task.kernel, "dtype": task.dtype, "arch": task.arch}
-        done.append({**fact, "status": outcome.status, "error": outcome.error})
+        t = tasks[outcome.task_index]
+        done.append(Built(t.kernel, t.arch, t.dtype, t.K, t.V, dict(t.config), outcome.status, outcome.error))
         say(done[-1], len(done), len(tasks))
 
-    here = target.native()
-    jobs = jobs or (here.cores if here else 1)
-    run_tasks(tasks, WORKERS.build, jobs=jobs, timeout_s=tuner.BUILD_TIMEOUT_S, on_result=on_result)
+    run_tasks(
+        tasks,
+        WORKERS.build,
+        jobs=jobs or target.usable_cores(),
+        timeout_s=tuner.BUILD_TIMEOUT_S,
+        on_result=on_result,
+    )
     registry.forget_choices()
     return done
+
+
+def _build_tasks(problem: Problem, device: Target, every_config: bool) -> list[Task]:
+    kernels = trials.needed_kernels(problem, device)
+    if not kernels:
+        p = problem
+        raise ValueError(f"{p.op} {p.dtype} K={p.K} V={p.V} for {device.arch}: {trials.refusal(problem)}")
+    best = [loader.best_task(kernel, problem, device) for kernel in kernels]
+    if not every_config:
+        return best
+    shaping = build.shaping_problem(problem, device)
+    return [
+        Task(k.name, problem.dtype, shaping.K, shaping.V, config_items(c), device.arch, True)
+        for k in kernels
+        for c in k.configs(shaping, device)
+    ]

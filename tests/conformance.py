@@ -93,7 +93,7 @@ def build_binaries() -> None:
     missing = [op.name for op in ops for d in DTYPES if op.impls[0].refuse(Problem(op.name, d, 16, 16))]
     device = target.native()
     if missing and device is not None:
-        tuning.build_best([device.arch], DTYPES, len(os.sched_getaffinity(0)), lambda *progress: None)
+        tuning.build_best([device.arch], DTYPES)
     for subject in subjects().values():
         for dtype in DTYPES:
             case = Case("build", dtype=dtype)

@@ -39,7 +39,8 @@ class Problem(NamedTuple):
     dtype: str
     K: int
     V: int
-    device: str = "cpu"
+    device: str = "cpu"  # the torch device type
+    index: int = 0  # of the device among those of its type: two GPUs of a machine may differ
 
 
 def check_dtype_name(dtype: str, *more: str) -> None:
@@ -82,6 +83,7 @@ class Kernel:
     build(problem, config) returns a TileLang prim_func and imports tilelang itself;
     configs(problem, target) lists what may launch, best guess first, and imports nothing heavy.
     args and scalars name the prim_func's parameters for the CPU launcher.
+    expects(problem, target) names the instructions that a CUDA binary of it must have: without them it is right but slow.
     """
 
     name: str  # "linear_attention.chunk_fwd"
@@ -90,6 +92,7 @@ class Kernel:
     args: tuple[Arg, ...] = ()
     scalars: tuple[str, ...] = ()
     reverse: bool = False  # the launcher walks the chunks from the last to the first
+    expects: Callable[[Problem, Target], Sequence[str]] = lambda problem, target: ()
 
     @property
     def op(self) -> str:

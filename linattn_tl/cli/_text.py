@@ -33,3 +33,16 @@ def config_text(config: dict[str, int]) -> str:
 def speed_text(row: dict[str, Any]) -> tuple[object, ...]:
     """A tuned row's config, time and speed."""
     return config_text(row["config"]), row["median_us"], row["gflops"] or "-"
+
+
+def head_dims(text: str) -> list[tuple[int, int]]:
+    """The pairs (K, V) of a --dims argument such as 64,128x256. ValueError for what is none."""
+    return [_pair(part) for part in text.split(",")]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    K, x, V = text.partition("x")
+    try:
+        return int(K), int(V if x else K)
+    except ValueError:
+        raise ValueError(f"--dims has {text!r}; expected a number, or KxV such as 128x256") from None

@@ -26,16 +26,18 @@ def examine(dim: int) -> dict[str, Any]:
 
     import linattn_tl
     from autotune import build, target
-    from linattn_tl import loader, registry, settings
+    from linattn_tl import devices, loader, registry, settings
     from tl_kernels.spec import DTYPES, Problem
 
     device = target.native()
     tools = build.tools()
+    gpus = [devices.offered(Problem("", "", 0, 0, "cuda", i)) for i in range(torch.cuda.device_count())]
     served = {}
-    for op in registry.all_ops().values():
-        for dtype in DTYPES:
-            found = registry.explain_problem(op, Problem(op.name, dtype, dim, dim))
-            served[f"{op.name} {dtype}"] = {"backend": found.backend, "reasons": dict(found.rows)}
+    for where in ("cpu", "cuda") if gpus else ("cpu",):
+        for op in registry.all_ops().values():
+            for dtype in DTYPES:
+                found = registry.explain_problem(op, Problem(op.name, dtype, dim, dim, where))
+                served[f"{op.name} {dtype} {where}"] = {"backend": found.backend, "reasons": dict(found.rows)}
     return {
         "linattn_tl": linattn_tl.__version__,
         "python": platform.python_version(),
@@ -43,7 +45,7 @@ def examine(dim: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu": device.name if device else platform.machine(),
         "levels": [t.arch for t in target.offered()],
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": [f"{gpu[0].name} ({gpu[0].arch})" if gpu else "one without kernels" for gpu in gpus],
         "compiler": tools.missing or f"tilelang {build.TILELANG}, g++ {tools.version}",
         "cache": str(settings.cache_dir()),
         "binaries": sum(1 for store in loader.stores() for _ in store.entries()),
@@ -57,10 +59,9 @@ def _text(report: dict[str, Any]) -> str:
     head = [f"{name:<11}{_word(report[name])}" for name in names]
     rows = []
     for call, found in report["served"].items():
-        op, dtype = call.split()
-        rows.append((op, dtype, found["backend"] or "nothing", _why(found)))
+        rows.append((*call.split(), found["backend"] or "nothing", _why(found)))
     title = f"what serves each op, at K = V = {report['dim']} (jit: built and checked on the first call):"
-    return "\n".join([*head, "", title, table(("op", "dtype", "backend", "why not a binary"), rows)])
+    return "\n".join([*head, "", title, table(("op", "dtype", "on", "backend", "why not a binary"), rows)])
 
 
 def _why(found: dict[str, Any]) -> str:
@@ -68,10 +69,12 @@ def _why(found: dict[str, Any]) -> str:
     if found["backend"] == "binary":
         return ""
     reason = found["reasons"].get("binary", "").removeprefix("cannot: ")
-    return "not built yet; `linattn-tl tune` does it" if "linattn-tl tune" in reason else reason
+    if "linattn-tl tune" in reason:
+        return "not built yet; `linattn-tl tune` does it"
+    return "not built yet; `linattn-tl build` does it" if "linattn-tl build" in reason else reason
 
 
 def _word(value: Any) -> str:
-    if value is None:
+    if value is None or value == []:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -6,14 +6,18 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from linattn_tl.cli._text import speed_text, table
+from linattn_tl.cli._text import head_dims, speed_text, table
 
 NAME = "tune"
 HELP = "build, check and time kernels for this device; keep the fastest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="native", help="native, or a level this machine can run (default native)")
+    parser.add_argument(
+        "--arch",
+        default="native",
+        help="native (this CPU), a level of it, or GPU 0, as sm_90a (default native)",
+    )
     parser.add_argument("--budget", type=float, default=170.0, metavar="SECONDS", help="time to spend (default 170)")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16", help="comma-separated (default: all three)")
     parser.add_argument("--dims", default="64,128", help="head dims K = V, or KxV: 64,128x256 (default 64,128)")
@@ -32,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         arch=args.arch,
         budget_s=args.budget,
         dtypes=args.dtypes.split(","),
-        dims=[_dims(text) for text in args.dims.split(",")],
+        dims=head_dims(args.dims),
         ops=args.ops.split(",") if args.ops else None,
         jobs=args.jobs,
         checked=not args.skip_verify,
@@ -44,14 +48,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(report, str(path)))
     return 0 if report.rows else 1
-
-
-def _dims(text: str) -> tuple[int, int]:
-    K, _, V = text.partition("x")
-    try:
-        return int(K), int(V or K)
-    except ValueError:
-        raise ValueError(f"--dims has {text!r}; expected a number, or KxV such as 128x256") from None
 
 
 def _text(report: Any, path: str) -> str:

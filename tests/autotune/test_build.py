@@ -222,7 +222,7 @@ def objects(binaries: None) -> Callable[[Kernel, str], Entry]:
     """
 
     def stored(kernel: Kernel, arch: str) -> Entry:
-        device, verify = target.named(arch), trials.verifier(trials.find_kernel(kernel.name)[0])
+        device, verify = target.named(arch), trials.find_kernel(kernel.name, "cpu")[0].trial.check
         return loader.build_and_store(kernel, PROBLEM, device, verify, config(kernel, arch=arch))
 
     return stored
@@ -300,9 +300,9 @@ def test_subnormals_survive_loading(arch: str, objects: Callable[[Kernel, str], 
 def test_every_level_computes_right_here(kernel: Kernel, arch: str, objects: Callable[[Kernel, str], Entry]):
     """The check before storing ran once, when the cache was cold; this one runs every time."""
     entry = objects(kernel, arch)
-    op, _ = trials.find_kernel(kernel.name)
+    compiled, _ = trials.find_kernel(kernel.name, "cpu")
     binary = CpuBinary(entry.path, kernel, config(kernel, arch=arch))
-    trials.verifier(op)(kernel, PROBLEM, binary)
+    compiled.trial.check(kernel, PROBLEM, binary)
     assert entry.manifest["verified"] == "executed against the float64 definition"
 
 

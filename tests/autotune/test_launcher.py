@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune import build
+from autotune import build, target
 from autotune.launcher import cpu as launcher
 from autotune.verify import check_close
 from linattn_tl import loader, registry, trials
@@ -50,8 +50,8 @@ class Spy:
 
 
 def load(dtype: str) -> dict[str, launcher.CpuBinary]:
-    op = registry.get_op("linear_attention")
-    return loader.load_built(op.kernels, Problem(op.name, dtype, 64, 64))
+    op, problem = registry.get_op("linear_attention"), Problem("linear_attention", dtype, 64, 64)
+    return loader.load_launchers(op.compiled["cpu"], problem)[1]
 
 
 @pytest.fixture
@@ -151,10 +151,10 @@ def test_segments_of_packed_sequences(runner: cpu.CpuRunner, nan_filled: None):
 
 def test_segments_of_kernels_with_other_chunks(runner: cpu.CpuRunner, nan_filled: None):
     """The forward kernel makes the states that the one of dq starts from, and a tuner may give them unlike chunks."""
-    problem, device = Problem("linear_attention", "float32", 64, 64), loader._native()
+    problem, device = Problem("linear_attention", "float32", 64, 64), target.offered()[0]
     chunk = runner.fwd.binary.config.C
     config = next(c for c in kernels.BWD_Q.configs(problem, device) if chunk != c.C)
-    verify = trials.verifier(registry.get_op("linear_attention"))
+    verify = trial.check
     entry = loader.build_and_store(kernels.BWD_Q, problem, device, verify, config)
     runner.bwd_q = Spy(launcher.CpuBinary(entry.path, kernels.BWD_Q, config))
     torch.set_num_threads(3)

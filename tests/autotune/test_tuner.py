@@ -70,7 +70,8 @@ def test_the_fastest_of_the_right_ones_wins():
 def test_the_best_guesses_of_all_come_first():
     """Whenever time runs out, every kernel and dtype has its best guess."""
     two = [kernel(Config(0), Config(1)), kernel(Config(0), Config(1), name="imagined.bwd")]
-    order = [(k.name, dtype, c.id) for k, dtype, c in tuner.candidates(plan(*two, dtypes=["float32", "bfloat16"]))]
+    found = tuner.candidates(plan(*two, dtypes=["float32", "bfloat16"]))
+    order = [(c.kernel.name, c.problem.dtype, c.config.id) for c in found]
     assert [i for _, _, i in order] == [0] * 4 + [1] * 4
     assert len(set(order[:4])) == 4
 
@@ -257,10 +258,10 @@ def test_an_unchecked_binary_is_never_served(folder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("LINATTN_TL_CACHE_DIR", str(folder))
     monkeypatch.setattr(build, "build", lambda *a: a[-1].write_bytes(b"x") and {"config": vars(a[2])})
     problem = Problem("linear_attention", "float32", 64, 64)
-    device = loader._native()
+    device = target.offered()[0]
     for config in kernels.FWD.configs(problem, device):
         loader.build_and_store(kernels.FWD, problem, device, None, config)
-        assert loader.find(kernels.FWD, problem) is None
+        assert loader.find(kernels.FWD, problem, device) is None
         with pytest.raises(FileNotFoundError):
             loader.stored_binary(kernels.FWD, problem, device, config)
 
@@ -269,11 +270,11 @@ def test_what_was_never_executed_is_checked_before_it_is_served(folder: Path, mo
     """Built for a level that the building machine lacks, and found on one that has it."""
     monkeypatch.setenv("LINATTN_TL_CACHE_DIR", str(folder))
     monkeypatch.setattr(build, "build", lambda *a: a[-1].write_bytes(b"x") and {"config": vars(a[2])})
-    problem, here = Problem("linear_attention", "float32", 64, 64), loader._native()
+    problem, here = Problem("linear_attention", "float32", 64, 64), target.offered()[0]
     with monkeypatch.context() as patch:
         patch.setattr(target, "offered", lambda: ())
         loader.build_and_store(kernels.FWD, problem, here, lambda *_: None, kernels.FWD.configs(problem, here)[0])
-    assert loader.find(kernels.FWD, problem) is None
+    assert loader.find(kernels.FWD, problem, here) is None
 
 
 # ---- what a timing depends on
@@ -330,8 +331,8 @@ def few(kernel, count):
     configs = kernel.configs
     return dataclasses.replace(kernel, configs=lambda problem, target: configs(problem, target)[:count])
 
-def all_kernels(every=trials.all_kernels):
-    return [few(k, 2) if k.name.endswith("chunk_fwd") else few(k, 1) for k in every()
+def all_kernels(device, every=trials.all_kernels):
+    return [few(k, 2) if k.name.endswith("chunk_fwd") else few(k, 1) for k in every(device)
             if k.name.endswith(("chunk_fwd", "decode"))]
 
 trials.all_kernels = all_kernels
@@ -382,10 +383,11 @@ def assert_served_by_the_table(path: Path) -> None:
     """The loader takes the config of the row, whichever that is."""
     problem = Problem("linear_attention", "float32", 16, 16)
     rows = table.read_rows(path)
-    configs = [vars(c) for c in kernels.FWD.configs(problem, loader._native())[:2]]
+    device = target.offered()[0]
+    configs = [vars(c) for c in kernels.FWD.configs(problem, device)[:2]]
     (at,) = (i for i, r in enumerate(rows) if r["kernel"] == kernels.FWD.name)
     for config in (rows[at]["config"], *configs):
         table.write_rows(path, path.stem, [{**r, "config": config} if i == at else r for i, r in enumerate(rows)])
-        entry = loader.find(kernels.FWD, problem)
-        assert entry is not None and entry.manifest["config"] == config
+        found = loader.find(kernels.FWD, problem, device)
+        assert found is not None and found.entry.manifest["config"] == config == vars(found.config)
     table.write_rows(path, path.stem, rows)

@@ -1,5 +1,5 @@
 """Normalised linear attention with a feature map, arXiv 2006.16236."""
 
-from tl_kernels.linear_attention import cpu
+from tl_kernels.linear_attention import cpu, cuda
 
-KERNELS = {"cpu": cpu.KERNELS}
+KERNELS = {"cpu": cpu.KERNELS, "cuda": cuda.KERNELS}

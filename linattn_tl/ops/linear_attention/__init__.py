@@ -15,13 +15,15 @@ import torch
 
 from linattn_tl import apply, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
-from linattn_tl.ops.linear_attention import trial
+from linattn_tl.ops.linear_attention import trial, trial_cuda
 from linattn_tl.ops.linear_attention.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
-from linattn_tl.registry import Autograd, Op
+from linattn_tl.registry import Autograd, Compiled, Op
 from tl_kernels.linear_attention import cpu as kernels
-from tl_kernels.spec import Problem
+from tl_kernels.linear_attention import cuda, cuda_decode
+from tl_kernels.spec import Kernel, Problem, Target
 
 NAME, DECODE = "linear_attention", "linear_attention_decode"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,7 +72,9 @@ def linear_attention(
         eps: added to the normaliser.
         initial_state: (kv [N, HV, K, V], z [N, H, K]), fp32, N sequences; zeros when None.
         output_final_state: also return the state after the last token.
-        cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1; one may be empty.
+        cu_seqlens: int32 or int64 [N + 1], 0 first, T last: packs N sequences along T, with B = 1; one may be empty. On
+            a GPU the first call with a tensor waits to check its values, calls after it do not; nor does one that is
+            captured into a graph, whose values are the caller's to keep right.
         backend: "auto", or one of "binary", "jit", "cupy", "torch", which then never falls back.
 
     Returns:
@@ -118,7 +122,8 @@ def linear_attention_decode(
         state: (kv [P, HV, K, V], z [P, H, K]), fp32, changed in place; a new row is all zeros. P = B without slots.
         feature_map, normalize, scale, eps: as in linear_attention.
         slots: int32 or int64 [B], the row of the pool of each sequence, no row twice; -1 is padding: its o is 0 and no
-            state is touched.
+            state is touched. Compiled kernels on a GPU do not wait to look at them first: a row that the pool has not
+            got makes o NaN and touches no state, and naming one twice is not noticed.
         out: a tensor like v to write o to.
         backend: "auto", or one of "binary", "jit", "cupy", "torch".
 
@@ -285,7 +290,7 @@ def _known(
 
 def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
     if lengths is not None:
-        shapes.check_cu_seqlens(NAME, lengths.tolist(), inputs[0].shape[1])
+        shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
 
 
 def _bind_decode(
@@ -376,9 +381,9 @@ def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, 
     """Checks that read values or memory, then the step itself."""
     shapes.check_writable(DECODE, "state.kv", kv)
     shapes.check_writable(DECODE, "state.z", z)
-    if slots is not None:
-        shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
     choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)
+    if slots is not None and not (slots.is_cuda and choice.backend in registry.COMPILED):
+        shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
     registry.note_backend(DECODE, choice.backend)
     if out.dtype == q.dtype:
         choice.runner(q, k, v, kv, z, slots, opt, out)
@@ -393,7 +398,8 @@ def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, 
 
 def _problem(inputs: Sequence[Any], op: str = NAME) -> Problem:
     q, v = inputs[0], inputs[2]
-    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], "cpu" if q.is_cpu else q.device.type)
+    where = ("cpu", 0) if q.is_cpu else (q.device.type, q.device.index or 0)
+    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], *where)
 
 
 def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
@@ -410,15 +416,31 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return (o, *final, den, *total)
 
 
-_KERNELS = (kernels.FWD, kernels.BWD_Q, kernels.BWD_KV)
+_CUDA_PASSES = tuple(k for k in cuda.KERNELS if k != cuda_decode.DECODE)
+
+
+def _serving(problem: Problem, device: Target) -> tuple[Kernel, ...]:
+    """Every kernel of a pass that has a config. Where one for dk and dv fits, those for one of them are not needed."""
+    fits = [k for k in _CUDA_PASSES if k.configs(problem, device)]
+    stages = {k.name.split(".")[1] for k in fits}
+    spared = {"backward_k", "backward_v"} if "backward_kv" in stages else set()
+    return tuple(k for k in fits if k.name.split(".")[1] not in spared)
+
+
+_PASSES = {
+    "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), trial),
+    "cuda": Compiled(_CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), trial_cuda, refuse_sizes, _serving),
+}
+_STEPS = {
+    "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), trial),
+    "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), trial_cuda, refuse_sizes),
+}
 OP = Op(
     name=NAME,
     call=linear_attention,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind(*args, **kwargs)[0]),
-    impls=with_cupy(loader.impls(_KERNELS, CpuRunner, TorchRunner), ArrayRunner),
-    kernels=_KERNELS,
-    compiled=CpuRunner,
-    trial=trial,
+    impls=with_cupy(loader.impls(_PASSES, TorchRunner), ArrayRunner),
+    compiled=_PASSES,
     autograd=Autograd(
         inputs=("q", "k", "v", "initial_kv", "initial_z"),
         required=frozenset({"q", "k", "v"}),
@@ -436,10 +458,8 @@ DECODE_OP = Op(
     name=DECODE,
     call=linear_attention_decode,
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind_decode(*args, **kwargs)[0], DECODE),
-    impls=with_cupy(loader.impls((kernels.DECODE,), CpuDecode, lambda: decode), ArrayDecode),
-    kernels=(kernels.DECODE,),
-    compiled=CpuDecode,
-    trial=trial,
+    impls=with_cupy(loader.impls(_STEPS, lambda: decode), ArrayDecode),
+    compiled=_STEPS,
 )
 OPS = (OP, DECODE_OP)
 apply.register(OP)

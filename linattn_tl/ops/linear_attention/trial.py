@@ -96,14 +96,19 @@ def truth(inputs: list[Any], lengths: Any, opt: Options, seed: int = 1) -> Truth
     return Truth(detached, (den.detach(), None, None), tuple(upstream), grads)
 
 
-def check(kernel: Kernel, p: Problem, runner: Any) -> None:
-    """VerificationError unless one kernel of the family is right in every case. runner holds that kernel only.
+def check(kernel: Kernel, p: Problem, launcher: Any) -> None:
+    """VerificationError unless one kernel of the family, by a loaded binary of it, is right in every case.
 
     Whatever mode the caller is in: a first call may be made under no_grad, inference_mode or autocast.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for K, V in DIMS:
-            _check_dims(kernel, p._replace(K=K, V=V), runner)
+            _check_dims(kernel, p._replace(K=K, V=V), runner_of(kernel, launcher))
+
+
+def runner_of(kernel: Kernel, launcher: Any) -> Any:
+    """A runner that has one kernel only."""
+    return (CpuDecode if kernel.name == kernels.DECODE.name else CpuRunner)({kernel.name: launcher})
 
 
 def _check_dims(kernel: Kernel, p: Problem, runner: Any) -> None:
@@ -164,8 +169,9 @@ def _check_decode(p: Problem, runner: CpuDecode) -> None:
             check_close(f"decode n={n}: {name}", x, y, dtype=p.dtype if name == "o" else "float32")
 
 
-def workload(kernel: Kernel, p: Problem, runner: Any) -> tuple[Callable[[], object], float]:
+def workload(kernel: Kernel, p: Problem, launcher: Any) -> tuple[Callable[[], object], float]:
     """What the tuner times for a kernel, and its floating-point operations (0 where bytes bound it)."""
+    runner = runner_of(kernel, launcher)
     if kernel.name == kernels.DECODE.name:
         (q, k, v, kv, z), _ = example(Case(B=4, T=1, H=8, state=True), p)
         out, opt = torch.empty_like(v), Options(output_final_state=True)
