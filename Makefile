@@ -11,7 +11,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench static-report lint clean
+.PHONY: help venv demo test bench gpu-check static-report lint clean
 
 help: ## show this list
 	@echo "usage: make TARGET [PYTHON=python3] [TORCH=$(TORCH)] [ARGS=...]"
@@ -27,6 +27,10 @@ test: $(READY) ## run the tests
 
 bench: $(READY) ## measure against other implementations, in one run
 	$(PY) -m benchmarks.run $(ARGS)
+
+# not in .venv: the machine has torch with CUDA and numpy, and needs neither tilelang nor a compiler
+gpu-check: ## check and time everything on an NVIDIA GPU, with PYTHON's torch; writes docs/measured/
+	$(PYTHON) -m benchmarks.gpu_check --save docs/measured $(ARGS)
 
 static-report: $(READY) ## registers, spills, traffic and bank conflicts of the CUDA kernels; needs no GPU
 	$(PY) -m benchmarks.static_report $(ARGS)

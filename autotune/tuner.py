@@ -222,7 +222,7 @@ def _build_all(
             report.dropped.append({k: str(fact[k]) for k in ("kernel", "dtype", "config", "why")})
         progress("build", done, len(everything))
 
-    tasks = [Task(c.kernel.name, *c.problem[1:4], config_items(c.config), plan.device.arch, plan.checked) for c in todo]
+    tasks = [_task(plan, c) for c in todo]
     run_tasks(
         tasks,
         workers.build,

@@ -41,9 +41,14 @@ class Compiled:
 
     kernels: tuple[Kernel, ...]
     runner: Callable[[Mapping[str, Any], Target], Any]  # {kernel name: launcher}, device -> the runner
-    trial: Any  # module with check(kernel, problem, launcher, ...) and workload(kernel, problem, launcher, ...)
+    trial_module: str  # with check(kernel, problem, launcher, ...) and workload(kernel, problem, launcher, ...)
     refuse: Callable[[Problem], str | None] = lambda problem: None  # what none of the kernels can do
     needed: Callable[[Problem, Target], tuple[Kernel, ...]] | None = None  # where it is not all of them
+
+    @property
+    def trial(self) -> Any:
+        """The module that tries the kernels; imported when asked for, since serving needs none."""
+        return importlib.import_module(self.trial_module)
 
     def serving(self, problem: Problem, device: Target) -> tuple[Kernel, ...]:
         """The kernels without which the problem cannot be served on a device."""

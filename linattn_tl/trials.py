@@ -65,11 +65,11 @@ def time_group(group: Group) -> list[tuple[float, float]]:
     device = target.named(group.arch)
     compiled, kernel = find_kernel(group.kernel, device.device)
     problem = Problem(kernel.op, group.dtype, group.K, group.V, device.device)
-    calls, flops = {}, 0.0
+    calls, flops, where = {}, 0.0, {"device": "cuda"} if device.device == "cuda" else {}
     for i, items in enumerate(group.configs):
         config = kernel.find_config(problem, device, items)
         launcher = loader.stored_binary(kernel, problem, device, config, group.checked)
-        calls[str(i)], flops = compiled.trial.workload(kernel, problem, launcher)[:2]
+        calls[str(i)], flops = compiled.trial.workload(kernel, problem, launcher, **where)[:2]
     finish = torch.cuda.synchronize if device.device == "cuda" else None
     timings = measure.interleaved(calls, rounds=ROUNDS, min_round_s=5e-3, finish=finish)
     medians = [timings[str(i)].median_us for i in range(len(group.configs))]

@@ -15,7 +15,6 @@ import torch
 
 from linattn_tl import apply, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
-from linattn_tl.ops.linear_attention import trial, trial_cuda
 from linattn_tl.ops.linear_attention.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
@@ -427,13 +426,16 @@ def _serving(problem: Problem, device: Target) -> tuple[Kernel, ...]:
     return tuple(k for k in fits if k.name.split(".")[1] not in spared)
 
 
+_TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
 _PASSES = {
-    "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), trial),
-    "cuda": Compiled(_CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), trial_cuda, refuse_sizes, _serving),
+    "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), _TRIAL),
+    "cuda": Compiled(
+        _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, _serving
+    ),
 }
 _STEPS = {
-    "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), trial),
-    "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), trial_cuda, refuse_sizes),
+    "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL),
+    "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), _TRIAL_CUDA, refuse_sizes),
 }
 OP = Op(
     name=NAME,
