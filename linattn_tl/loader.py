@@ -15,7 +15,7 @@ from autotune.launcher.cpu import CpuBinary
 from autotune.launcher.cuda import CudaBinary
 from autotune.pool import Outcome, run_tasks
 from autotune.store import Entry, Store
-from autotune.tuner import BUILD_TIMEOUT_S, Task
+from autotune.tuner import Task, build_timeout_s
 from linattn_tl import devices, registry, settings
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
 from linattn_tl.registry import Compiled
@@ -175,7 +175,8 @@ def build_in_children(tasks: list[Task]) -> None:
             failed.append(f"{tasks[outcome.task_index].kernel}: {outcome.error or outcome.status}")
 
     jobs = min(len(tasks), target.usable_cores())
-    run_tasks(tasks, BUILDER, jobs=jobs, timeout_s=BUILD_TIMEOUT_S, on_result=on_result)
+    timeout_s = max(build_timeout_s(task.arch) for task in tasks)
+    run_tasks(tasks, BUILDER, jobs=jobs, timeout_s=timeout_s, on_result=on_result)
     if failed:
         raise build.BuildError("; ".join(failed))
 

@@ -130,7 +130,7 @@ def build_best(
         tasks,
         WORKERS.build,
         jobs=jobs or target.usable_cores(),
-        timeout_s=tuner.BUILD_TIMEOUT_S,
+        timeout_s=max(map(tuner.build_timeout_s, archs)),
         on_result=on_result,
     )
     registry.forget_choices()

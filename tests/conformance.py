@@ -5,7 +5,6 @@ cases that every family shares are `sequence_cases` and `decode_cases` here.
 """
 
 import importlib
-import os
 import pkgutil
 import zlib
 from collections.abc import Callable

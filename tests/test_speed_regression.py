@@ -28,7 +28,8 @@ def test_the_forward_kernel_is_near_the_speed_of_a_matmul(
     monkeypatch.setattr(time, "perf_counter_ns", time.thread_time_ns)  # for peak_gflops too
     problem = Problem("linear_attention", "float32", 128, 128)
     _, launchers = loader.load_launchers(registry.get_op(problem.op).compiled["cpu"], problem)
-    call, flops = trial.workload(kernels.FWD, problem, launchers[kernels.FWD.name])
+    binary = launchers[kernels.FWD.name]
+    call, flops = trial.workload(kernels.FWD, problem, binary)
     call()
     peak = ours = 0.0
     for done in range(1, ROUNDS + 1):

@@ -143,26 +143,31 @@ def _names(dim: Dim, symbol: str) -> bool:
 
 @dataclass
 class Tensor:
-    """A tensor argument: the caller's memory and the copy that the kernel works on."""
+    """A tensor argument: the caller's memory, and the copy that the kernel works on unless it works in place."""
 
     parameter: Parameter
     shape: tuple[int, ...]
     address: int  # the caller's
     bytes: int
     readonly: bool
-    _memory: np.ndarray = field(repr=False)  # the copy and room to align it
+    _memory: np.ndarray | None = field(repr=False)  # the copy and room to align it
 
     @property
     def staged(self) -> int:
+        """The address that the kernel is given."""
+        if self._memory is None:
+            return self.address
         start = self._memory.ctypes.data
         return start + -start % ALIGNMENT
 
     def copy_back(self) -> None:
-        if not self.readonly:
+        if self._memory is not None and not self.readonly:
             ctypes.memmove(self.address, self.staged, self.bytes)
 
     def data(self) -> torch.Tensor:
         """The copy, as a torch tensor over the same memory."""
+        if self._memory is None:
+            raise ValueError(f"{self.parameter.name} was worked on in place; there is no copy")
         start = self.staged - self._memory.ctypes.data
         flat = torch.from_numpy(self._memory[start : start + self.bytes])
         return flat.view(torch_dtype(self.parameter.dtype)).reshape(self.shape)
@@ -177,8 +182,10 @@ class Call:
     sizes: dict[str, int]
 
 
-def prepare(lowered: Lowered, given: Sequence[Any], readonly: Sequence[str | int] | None) -> Call:
-    """Check the arguments and copy the tensors. Nothing of the caller's is changed.
+def prepare(
+    lowered: Lowered, given: Sequence[Any], readonly: Sequence[str | int] | None, in_place: bool = False
+) -> Call:
+    """Check the arguments and copy the tensors. Nothing of the caller's is changed; in_place copies nothing.
 
     Raises:
         TypeError: the number of arguments, what one is, its device or its dtype.
@@ -197,7 +204,7 @@ def prepare(lowered: Lowered, given: Sequence[Any], readonly: Sequence[str | int
             if isinstance(scalars[parameter.name].value, int):
                 sizes.bind(parameter.name, int(value), parameter.name)
         else:
-            tensors[parameter.name] = _tensor(lowered.name, parameter, value, parameter.name in protected)
+            tensors[parameter.name] = _tensor(lowered.name, parameter, value, parameter.name in protected, in_place)
     _solve(sizes, list(tensors.values()))
     _check_overlaps(lowered.name, list(tensors.values()))
     values: list[Any] = []
@@ -241,7 +248,7 @@ def _solve(sizes: _Sizes, tensors: list[Tensor]) -> None:
         sizes.check_strides(tensor.parameter, tensor.shape)
 
 
-def _tensor(kernel: str, parameter: Parameter, value: Any, readonly: bool) -> Tensor:
+def _tensor(kernel: str, parameter: Parameter, value: Any, readonly: bool, in_place: bool) -> Tensor:
     where = f"{kernel}: argument {parameter.name}"
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
@@ -265,6 +272,12 @@ def _tensor(kernel: str, parameter: Parameter, value: Any, readonly: bool) -> Te
         raise ValueError(f"{where} is not contiguous; pass {parameter.name}.contiguous() or a copy")
     if not (readonly or writable):
         raise ValueError(f"{where} is a numpy array that cannot be written, and the kernel writes it")
+    if in_place:
+        if address % ALIGNMENT:
+            raise ValueError(
+                f"{where} is at {address:#x}; expected a multiple of {ALIGNMENT}, to be worked on in place"
+            )
+        return Tensor(parameter, shape, address, size, readonly, None)
     tensor = Tensor(parameter, shape, address, size, readonly, np.empty(size + ALIGNMENT, np.uint8))
     ctypes.memmove(tensor.staged, address, size)
     return tensor

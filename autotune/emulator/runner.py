@@ -133,6 +133,7 @@ class Emulated:
         count: bool = True,
         max_findings: int = 50,
         max_seconds: float = 120.0,
+        in_place: bool = False,
     ) -> Report:
         """Run once.
 
@@ -148,6 +149,8 @@ class Emulated:
             count: count memory traffic and instructions.
             max_findings: kept; later ones are dropped.
             max_seconds: after which the launch is ended with a finding.
+            in_place: work on the arguments' own memory, each at a multiple of 256 bytes: for buffers of gigabytes of
+                which the kernel touches little. With a finding, what they hold is not defined.
 
         Raises:
             TypeError, ValueError: an argument is not what the kernel takes; nothing has run.
@@ -162,7 +165,7 @@ class Emulated:
             "max_findings": max_findings,
             "max_seconds": max_seconds,
         }
-        call = prepare(self.lowered, tensors, readonly)
+        call = prepare(self.lowered, tensors, readonly, in_place)
         report = self._run(call, settings, schedule_name(async_mode, order, seed))
         for tensor in call.tensors:
             tensor.copy_back()

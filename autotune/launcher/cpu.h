@@ -25,6 +25,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)  // the oldest version of what newer C libraries have moved, so that older ones will do
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#endif
+
 namespace linattn {
 
 enum Role { TOKEN, STATE, VECTOR, POOL };

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-ORDER = ("doctor", "tune", "build", "show", "explain", "bench")  # as a newcomer needs them; others follow
+# as a newcomer needs them; others follow
+ORDER = ("doctor", "tune", "build", "show", "verify", "wheel", "explain", "bench")
 
 
 def commands() -> list[ModuleType]:
@@ -20,7 +21,9 @@ def commands() -> list[ModuleType]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("linattn-tl", description="Linear-attention kernels: what is here, build, tune.")
+    parser = argparse.ArgumentParser(
+        "linattn-tl", description="Linear-attention kernels: what is here, build, tune, ship."
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands():
         sub = subparsers.add_parser(command.NAME, help=command.HELP, description=command.HELP)

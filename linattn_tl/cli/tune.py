@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
+from linattn_tl.cli._progress import Bars
 from linattn_tl.cli._text import head_dims, speed_text, table
 
 NAME = "tune"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         jobs=args.jobs,
         checked=not args.skip_verify,
     )
-    with _Bars() as bars:
+    with Bars({"build": "build and check", "time": "time the survivors"}, keep=True) as bars:
         report, path = tuning.run(plan, progress=bars.show, fresh=args.fresh)
     if args.json:
         print(json.dumps({**asdict(report), "table": str(path)}, indent=1))
@@ -72,30 +72,3 @@ def _text(report: Any, path: str) -> str:
     if report.skipped:
         lines.append("run it again to go on where it stopped")
     return "\n".join([*lines, f"table: {path}"])
-
-
-class _Bars:
-    """A progress bar a phase, on stderr."""
-
-    def __enter__(self) -> "_Bars":
-        self.bar: Any = None
-        self.phase = ""
-        return self
-
-    def show(self, phase: str, done: int, total: int) -> None:
-        from tqdm import tqdm
-
-        if phase != self.phase:
-            self.close()
-            labels = {"build": "build and check", "time": "time the survivors"}
-            self.phase = phase
-            self.bar = tqdm(total=total, desc=labels.get(phase, phase), file=sys.stderr, unit="", leave=True)
-        self.bar.n = done
-        self.bar.refresh()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -18,7 +18,7 @@ import torch
 from autotune import build, target
 from autotune.launcher import cpu as launcher
 from autotune.verify import check_close
-from linattn_tl import loader, registry, trials
+from linattn_tl import loader, registry
 from linattn_tl.ops.linear_attention import cpu, trial
 from linattn_tl.ops.linear_attention.definition import Options
 from tl_kernels.linear_attention import cpu as kernels

@@ -223,7 +223,7 @@ def test_tune_help(capsys: pytest.CaptureFixture[str]):
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]):
     names = [command.NAME for command in cli.commands()]
-    assert names[:5] == ["doctor", "tune", "build", "show", "explain"]
+    assert names[:6] == ["doctor", "tune", "build", "show", "verify", "wheel"]
     for name in names:
         with pytest.raises(SystemExit) as stop:
             cli.main([name, "--help"])

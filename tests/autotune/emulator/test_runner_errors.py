@@ -55,6 +55,19 @@ def test_tensors_are_copied_to_device_alignment_and_back():
     assert not (given[0] == 7).any(), "a read-only argument was changed"
 
 
+def test_in_place_the_kernel_has_the_memory_itself():
+    raw = torch.zeros(3 * ALIGNMENT + 64)
+    first = -raw.data_ptr() % ALIGNMENT // 4
+    given = [raw[first + i * ALIGNMENT :][:6].view(1, 3, 2) for i in range(3)]
+    call = prepare(GLA, given, None, in_place=True)
+    assert [t.staged for t in call.tensors] == [t.address for t in call.tensors] == [x.data_ptr() for x in given]
+    given[2].fill_(7)
+    call.tensors[2].copy_back()
+    assert (given[2] == 7).all()
+    with pytest.raises(ValueError, match=r"argument K is at 0x\w+; expected a multiple of 256"):
+        prepare(GLA, [given[0], given[1].flatten()[1:].new_zeros(8)[2:].view(1, 3, 2), given[2]], None, in_place=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float8_e5m2])
 def test_dtypes(dtype):
     lowered = kernel(tensor("X", 4, dtype=str(dtype).removeprefix("torch.")))
