@@ -3,7 +3,10 @@
 A family's runner decides which kernel, which sizes and which tensors; it is the same for both.
 """
 
+import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,8 +15,11 @@ from autotune.launcher.cuda import CudaBinary
 
 if TYPE_CHECKING:
     from autotune.emulator import Emulated
+    from autotune.emulator.lowering import Lowered
 
 ALIGNMENT = 16  # bytes; kernels read vectors of this size
+device_index: Any = torch.Tensor.get_device
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's CPU build has none
 
 
 class Launcher(Protocol):
@@ -29,8 +35,8 @@ class Launcher(Protocol):
     def launch(self, packed: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         """Run on the current stream of the first tensor's device.
 
-        Tensors are in the kernel's order, contiguous, and may have other ranks than the kernel's; None is one that the
-        numbers say is not touched.
+        Tensors are in the kernel's order, and may have other ranks than the kernel's; None is one that the numbers say
+        is not touched. They are contiguous, but for those whose strides are among the numbers.
         """
         ...
 
@@ -41,15 +47,21 @@ class CudaLauncher:
     def __init__(self, binary: CudaBinary, config: Any):
         self.binary, self.config = binary, config
         self.kept: dict[Any, Any] = {}
+        self._addresses, self._entry = binary.addresses, binary.entry
 
     def pack(self, numbers: Mapping[str, float]) -> bytes:
         return self.binary.fixed(*[numbers[name] for name in self.binary.numbers])
 
-    def launch(self, packed: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
-        device = tensors[0].get_device()  # pyright: ignore[reportOptionalMemberAccess]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        words = [0 if x is None else x.data_ptr() for x in tensors]
-        self.binary(self.binary.addresses(device, stream, *words) + packed)
+    def launch(
+        self, packed: bytes, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int] | None = None
+    ) -> None:
+        """addresses: data_ptr() of the tensors, 0 for None, from a caller who has asked for them already."""
+        device = device_index(tensors[0])
+        if addresses is None:
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        status = self._entry(self._addresses(device, current_stream(device), *addresses) + packed)
+        if status:
+            raise self.binary.failure(status)
 
 
 class EmulatedLauncher:
@@ -62,25 +74,62 @@ class EmulatedLauncher:
         self.emulated, self.config, self.every_schedule = emulated, config, every_schedule
         self.kept: dict[Any, Any] = {}
 
+    @property
+    def lowered(self) -> "Lowered":
+        return self.emulated.lowered
+
+    @cached_property
+    def _called(self) -> "Emulated":
+        return _by_numbers(self.emulated)
+
+    @cached_property
+    def _strides(self) -> set[str]:
+        """Dynamic ones."""
+        return {s.name for s in self.lowered.symbols} - {d for p in self.lowered.parameters for d in p.shape}
+
     def pack(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        lowered = self.emulated.lowered
-        names = [p.name for p in lowered.parameters if p.kind == "scalar"] + [s.name for s in lowered.symbols]
-        return {name: numbers[name] for name in names}
+        names = [p.name for p in self.lowered.parameters if p.kind == "scalar"]
+        return {name: numbers[name] for name in (*names, *(s.name for s in self.lowered.symbols))}
 
     def launch(self, packed: Mapping[str, float], tensors: Sequence[torch.Tensor | None]) -> None:
-        parameters = self.emulated.lowered.parameters
-        wanted = [p for p in parameters if p.kind == "tensor"]
-        given = {p.name: self._seen(p, x, packed) for p, x in zip(wanted, tensors, strict=True)}
-        arguments = [given[p.name] if p.kind == "tensor" else packed[p.name] for p in parameters]
-        run = self.emulated.check if self.every_schedule else self.emulated
+        wanted = [p for p in self.lowered.parameters if p.kind == "tensor"]
+        given = {p.name: self._memory(p, x, packed) for p, x in zip(wanted, tensors, strict=True)}
+        arguments = [given[p.name] if p.kind == "tensor" else packed[p.name] for p in self._called.lowered.parameters]
+        run = self._called.check if self.every_schedule else self._called
         run(*arguments, count=False).assert_clean()
 
-    def _seen(self, parameter: Any, x: torch.Tensor | None, packed: Mapping[str, float]) -> torch.Tensor:
-        """x as the kernel sees it, by the sizes in the numbers alone."""
+    def _memory(self, parameter: Any, x: torch.Tensor | None, packed: Mapping[str, float]) -> torch.Tensor:
+        """All that the kernel may touch of x, by the numbers alone, from its first element to its last."""
         shape = [int(packed[d]) if isinstance(d, str) else d for d in parameter.shape]
         if x is None:
             floats = parameter.dtype.startswith(("float", "bfloat"))
-            return torch.full(shape, float("nan") if floats else -1, dtype=getattr(torch, parameter.dtype))
-        if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-            raise ValueError(f"{self.emulated.lowered.name}: {parameter.name} is not contiguous and aligned")
-        return x.view(shape)
+            size = torch.Size(shape).numel()
+            return torch.full((size,), float("nan") if floats else -1, dtype=getattr(torch, parameter.dtype))
+        if parameter.dtype == "int32" and x.dtype is torch.int64:  # for a kernel that reads words of 32 bits
+            x = x.view(torch.int32)
+        where = f"{self.lowered.name}: {parameter.name}"
+        if x.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{where} is at address {x.data_ptr():#x}; expected a multiple of {ALIGNMENT}")
+        if self._strides.isdisjoint(parameter.strides):
+            if not x.is_contiguous():
+                raise ValueError(f"{where} has strides {x.stride()}; expected a contiguous tensor")
+            return x.view(shape).view(-1)
+        if list(x.shape) != shape:
+            raise ValueError(f"{where} has shape {tuple(x.shape)}; expected {tuple(shape)}")
+        strides = [int(packed[d]) if isinstance(d, str) else d for d in parameter.strides]
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        return x.as_strided((last + 1,), (1,))
+
+
+def _by_numbers(emulated: "Emulated") -> "Emulated":
+    """The kernel called as a binary is: tensors are flat memory, and every dynamic size is an argument."""
+    from autotune.emulator.lowering import Parameter
+
+    lowered, called = emulated.lowered, copy.copy(emulated)
+    flat = [
+        dataclasses.replace(p, shape=(f"elements of {p.name}",), strides=()) if p.kind == "tensor" else p
+        for p in lowered.parameters
+    ]
+    sizes = [Parameter(s.name, "scalar", s.c_type, s.c_type) for s in lowered.symbols]
+    called.lowered = dataclasses.replace(lowered, parameters=(*flat, *sizes), symbols=())
+    return called

@@ -5,6 +5,7 @@ options; and that nothing is launched where there is nothing to do. A launch wit
 """
 
 import hashlib
+import importlib
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -14,19 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune import cuda_build, target
 from autotune.emulator import Emulated, lower
 from autotune.emulator.lowering import Lowered
 from autotune.verify import check_close
+from linattn_tl import launchers
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
-from linattn_tl.ops.linear_attention import cuda as runners
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.registry import UnsupportedError
 from tests.conftest import CACHE
 from tl_kernels.linear_attention import cuda as kernels
 from tl_kernels.spec import Kernel, Problem
+
+# the family's package has an attribute of this name, too, which is the kernels' module
+runners = importlib.import_module("linattn_tl.ops.linear_attention.cuda")
 
 K = V = 32
 TRUTH = TorchRunner(recurrent)
@@ -424,6 +429,101 @@ def test_decode_in_awkward_memory(how: str):
     check_decode(decoder(), 2, slots=[4, -1, 0], how=how)
 
 
+def pools(layout: str, rows: int = 5, H: int = 2, HV: int = 4) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """kv and z within larger memory of NaN, and that memory."""
+    nan, K_ = float("nan"), K
+    if layout == "layer":  # [P, layers, heads, ...], as one allocation for a model has it
+        whole = [torch.full((rows, 3, HV, K_, V), nan), torch.full((rows, 3, H, K_), nan)]
+        kv, z = (x[:, 1] for x in whole)
+    elif layout == "heads":  # one of two ranks' share
+        whole = [torch.full((rows, 2 * HV, K_, V), nan), torch.full((rows, 2 * H, K_), nan)]
+        kv, z = whole[0][:, HV:], whole[1][:, H:]
+    elif layout == "head first":
+        whole = [torch.full((HV, rows, K_, V), nan), torch.full((H, rows, K_), nan)]
+        kv, z = (x.transpose(0, 1) for x in whole)
+    elif layout == "one head, one row":  # strides that torch keeps and nobody uses
+        whole = [torch.full((HV * K_ * V,), nan), torch.full((H * K_,), nan)]
+        kv, z = whole[0].as_strided((1, 1, K_, V), (7, 3, V, 1)), whole[1].as_strided((1, 1, K_), (5, 1, 1))
+    else:
+        raise ValueError(layout)
+    kv.copy_(torch.randn(kv.shape))
+    z.copy_(torch.rand(z.shape) * 3)
+    return kv, z, whole
+
+
+@pytest.mark.parametrize(
+    ("layout", "slots"),
+    [("layer", [4, -1, 0]), ("heads", [2, 3, 1]), ("head first", None), ("one head, one row", None)],
+)
+def test_decode_in_a_part_of_a_larger_pool(layout: str, slots: list[int] | None, monkeypatch: pytest.MonkeyPatch):
+    """In place, with nothing copied and nothing around it touched."""
+    rows, H, heads = (1, 1, 1) if layout == "one head, one row" else (5 if slots else 3, 2, 2)
+    kv, z, whole = pools(layout, rows, H, H * heads)
+    (q, k, v, _, _), _ = example(B=3 if rows > 1 else 1, T=2, H=H, heads=heads)
+    before, picked = [x.clone() for x in whole], None if slots is None else torch.tensor(slots)
+    want_kv, want_z, want = kv.double(), z.double(), torch.zeros(v.shape, dtype=torch.float64)
+    decode(q.double(), k.double(), v.double(), want_kv, want_z, picked, Options(), want)
+    monkeypatch.setattr(CudaDecode, "_copied", None)
+    out = torch.full_like(v, float("nan"))
+    assert decoder()(q, k, v, kv, z, picked, Options(), out) is out
+    for name, x, truth in (("o", out, want), ("kv", kv, want_kv), ("z", z, want_z)):
+        check_close(name, x, truth, dtype="float32")
+    for x, was in zip(whole, before, strict=True):
+        assert torch.equal(x.isnan(), was.isnan())
+
+
+def test_pools_that_decode_cannot_reach_in_place():
+    base = torch.zeros(3, 4, K, V)
+    assert runners._pool_strides(base) == (4 * K * V, K * V)
+    assert runners._pool_strides(base[:, ::2]) == (4 * K * V, 2 * K * V)
+    assert runners._pool_strides(base[:0]) is not None
+    for x in (
+        base.transpose(2, 3),
+        base[..., ::2],
+        base[:1].expand(3, 4, K, V),  # rows share memory
+        base.as_strided((2, 2, K, V), (K * V, K * V, V, 1)),
+        torch.zeros(9 * K * V).as_strided((2, 2, K, V), (4 * K * V, K * V + 2, V, 1)),  # a head begins between vectors
+    ):
+        assert runners._pool_strides(x) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_decode_with_slots_that_are_no_rows(dtype: torch.dtype):
+    """o is NaN there, no state is touched, and nothing outside the pools is read; int64 is not cut to 32 bits."""
+    slots = [-2, 1, 5, 2**31 - 1, -(2**31), -1]
+    if dtype is torch.int64:
+        slots += [2**32 + 2, 2**32 - 1, 2**63 - 1, -(2**32) + 3, -(2**63)]
+    n = len(slots)
+    (q, k, v, _, _), _ = example(B=n, T=2)
+    (_, _, _, kv, z), _ = example(B=5, T=1, state=True)
+    states, out = [kv.clone(), z.clone()], torch.zeros_like(v)
+    decoder()(q, k, v, kv, z, torch.tensor(slots, dtype=dtype), Options(), out)
+    assert [bool(x.isnan().all()) for x in out] == [slot not in (1, -1) for slot in slots]
+    assert (out[slots.index(-1)] == 0).all() and not out[1].isnan().any()
+    for x, was in zip((kv, z), states, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(x, was, strict=True)] == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_in_awkward_memory(dtype: torch.dtype):
+    """Misaligned, and with gaps."""
+    for slots in (torch.tensor([9, 4, -1, 0], dtype=dtype)[1:], torch.tensor([4, 9, -1, 9, 0, 9], dtype=dtype)[::2]):
+        (q, k, v, _, _), _ = example(B=3, T=1)
+        (_, _, _, kv, z), _ = example(B=5, T=1, state=True)
+        want_kv, want_z, want = kv.double(), z.double(), torch.zeros(v.shape, dtype=torch.float64)
+        decode(q.double(), k.double(), v.double(), want_kv, want_z, slots, Options(), want)
+        check_close("o", decoder()(q, k, v, kv, z, slots, Options(), torch.empty_like(v)), want)
+        check_close("kv", kv, want_kv)
+
+
+def test_offsets_into_a_pool_have_64_bits():
+    """A pool may have more than 2^31 elements."""
+    launcher = binary("decode", *FP32).launcher
+    assert {s.name: s.c_type for s in launcher.lowered.symbols}["kv_rows"] == "int64_t"
+    stored = [line for line in launcher.lowered.kernel_source.splitlines() if "kv_rows))" in line]
+    assert stored and all("((int64_t)row) * kv_rows" in line for line in stored)
+
+
 def test_decode_over_its_own_input():
     """Each program reads all of q, so that none may write o there."""
     (q, k, v, _, _), _ = example(B=2, T=1, heads=1)
@@ -449,10 +549,10 @@ def test_decode_without_tokens_launches_nothing():
 class Recorded:
     """As much of a CudaBinary as a launcher uses."""
 
-    tensors, numbers = ("q", "o"), ("eps", "spans", "H")
-
-    def __init__(self) -> None:
+    def __init__(self, tensors: Sequence[str] = (), numbers: Sequence[str] = ("eps", "spans", "H")) -> None:
+        self.tensors, self.numbers = tensors, numbers
         self.blocks: list[Any] = []
+        self.status = 0
 
     def addresses(self, *words: int) -> tuple[Any, ...]:
         return words
@@ -460,17 +560,103 @@ class Recorded:
     def fixed(self, *numbers: float) -> tuple[Any, ...]:
         return numbers
 
-    def __call__(self, block: Any) -> None:
+    def entry(self, block: Any) -> int:
         self.blocks.append(block)
+        return self.status
+
+    def failure(self, status: int) -> Exception:
+        return ValueError(f"status {status}")
 
 
-def test_a_binary_gets_its_numbers_in_order_and_the_current_stream(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
+@pytest.fixture
+def stream_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "current_stream", lambda device: 7000 + device)
+
+
+@pytest.mark.usefixtures("stream_of")
+def test_a_binary_gets_its_numbers_in_order_and_the_current_stream():
     recorded: Any = Recorded()
     launcher = CudaLauncher(recorded, None)
     packed = launcher.pack({"H": 2, "spans": 3, "eps": 0.5, "other": 9})
     q = torch.zeros(4)
     launcher.launch(packed, (q, None))
-    assert recorded.blocks == [(-1, 6999, q.data_ptr(), 0, 0.5, 3, 2)]
+    launcher.launch(packed, (q, None), (q.data_ptr(), 0))
+    assert recorded.blocks == [(-1, 6999, q.data_ptr(), 0, 0.5, 3, 2)] * 2
     with pytest.raises(KeyError, match="spans"):
         launcher.pack({"H": 2, "eps": 0.5})
+    recorded.status = 2
+    with pytest.raises(ValueError, match="status 2"):
+        launcher.launch(packed, (q, None))
+
+
+DECODE_NUMBERS = ("P", "kv_rows", "kv_heads", "z_rows", "z_heads", "M", "use_slots")
+
+
+class NothingRead(TorchDispatchMode):
+    """No value of a tensor goes to the host: on a GPU that waits for it, and ends a capture."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket._qualified_op_name not in (
+            "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select",
+        ), func  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("stream_of")
+@pytest.mark.parametrize("how", ["", "strided", "misaligned"])
+def test_decode_reads_nothing_from_the_device(how: str):
+    recorded: Any = Recorded(numbers=DECODE_NUMBERS)
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    (q, k, v, _, _), _ = example(B=3, T=1)
+    (_, _, _, kv, z), _ = example(B=3, T=1, state=True)
+    if how:
+        q, k, v, kv, z = (awkward(x, how) for x in (q, k, v, kv, z))
+    with NothingRead():
+        for slots in (None, torch.tensor([9, 0, 1]), torch.tensor([9, 0, 1, 2], dtype=torch.int32)[1:]):
+            run(q, k, v, kv, z, slots, Options(), v.clone())
+    assert [block[-2:] for block in recorded.blocks] == [(0, 0), (6, 2), (3, 1)]
+
+
+@pytest.mark.usefixtures("stream_of")
+def test_states_that_lie_side_by_side():
+    """kv and z of a row in one piece."""
+    recorded: Any = Recorded(numbers=DECODE_NUMBERS)
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    (q, k, v, _, _), _ = example(B=3, T=1)
+    row = 2 * K * V + K
+    whole = torch.zeros(5, row)
+    kv, z = whole[:, : 2 * K * V].view(5, 2, K, V), whole[:, 2 * K * V :].view(5, 1, K)
+    out = torch.empty_like(v)
+    run(q, k, v, kv, z, torch.arange(3), Options(), out)
+    (block,) = recorded.blocks
+    at = [x.data_ptr() for x in (q, k, v, out, kv, z)]
+    assert list(block[2:8]) == at and list(block[9:]) == [5, row, K * V, row, K, 6, 2]
+
+
+@pytest.mark.usefixtures("stream_of")
+@pytest.mark.parametrize("cu", [None, (0, 20)])
+def test_a_pass_hands_over_what_it_returns(cu: tuple[int, ...] | None):
+    """Every tensor at its place, whichever way the launch is prepared, and 0 for one that is missing."""
+    recorded: Any = Recorded(numbers=("rows", "initial", "final"))
+    run = CudaRunner({"linear_attention.forward": CudaLauncher(recorded, binary("forward", *FP32).config)}, 1)
+    for keep, final, state in product((True, False), repeat=3):
+        inputs, lengths = example(T=20, cu=cu, state=state)
+        lengths = None if lengths is None else lengths.int()
+        (o, *states), (den, _, _) = run.forward(inputs, lengths, Options(output_final_state=final), keep)
+        given = [*inputs[:3], o, den, *inputs[3:], *states, lengths]
+        assert (den is not None, states[0] is not None) == (keep, final)
+        words = [0 if x is None else x.data_ptr() for x in given]
+        assert list(recorded.blocks[-1][2:]) == [*words, 20 * keep, int(state), int(final)]
+    assert len(recorded.blocks) == 8
+
+
+@pytest.mark.usefixtures("stream_of")
+def test_a_kept_plan_is_for_its_layout_alone():
+    """The same shapes in other memory, one after the other."""
+    recorded: Any = Recorded(numbers=DECODE_NUMBERS)
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    (q, k, v, _, _), _ = example(B=2, T=1)
+    kv, z, wide = torch.zeros(2, 2, K, V), torch.zeros(2, 1, K), torch.zeros(2, 3, 2, K, V)
+    for pool in (kv, wide[:, 1], kv, wide[:, 2]):
+        run(q, k, v, pool, z, None, Options(), torch.empty_like(v))
+    assert [block[10] for block in recorded.blocks] == [2 * K * V, 6 * K * V, 2 * K * V, 6 * K * V]

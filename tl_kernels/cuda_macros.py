@@ -12,23 +12,18 @@ from tl_kernels.spec import ELU1, RELU
 
 
 def feature(x, feature_map):
-    """phi(x), for a map known at run time; NaN stays NaN."""
-    return T.if_then_else(
-        feature_map == ELU1,
-        T.if_then_else(x > T.float32(0), x + T.float32(1), T.exp(x)),
-        T.if_then_else((feature_map == RELU) & (x < T.float32(0)), T.float32(0), x),
-    )
+    """phi(x), for a map known at run time; NaN stays NaN. Without branches: lanes that part cost more than exp."""
+    positive = x > T.float32(0)
+    elu1 = T.Select(positive, x, T.float32(0)) + T.exp(T.Select(positive, T.float32(0), x))
+    other = T.Select((feature_map == RELU) & (x < T.float32(0)), T.float32(0), x)
+    return T.Select(feature_map == ELU1, elu1, other)
 
 
 def feature_slope(x, feature_map):
     """phi'(x), for a map known at run time."""
-    return T.if_then_else(
-        x > T.float32(0),
-        T.float32(1),
-        T.if_then_else(
-            feature_map == ELU1, T.exp(x), T.if_then_else(feature_map == RELU, T.float32(0), T.float32(1))
-        ),
-    )
+    positive = x > T.float32(0)
+    other = T.Select((feature_map == RELU) & T.Not(positive), T.float32(0), T.float32(1))
+    return T.Select(feature_map == ELU1, T.exp(T.Select(positive, T.float32(0), x)), other)
 
 
 def high_part(x):
@@ -53,10 +48,18 @@ def _exponent(x):
 
 @T.macro
 def split(high, low, x, rows, columns):
-    """high + low = the float32 fragment x, each for tf32 products. high may be where x came from."""
+    """high + low = the float32 fragment x, each for tf32 products. high may be where x came from.
+
+    By way of a fragment: TileLang 0.1.15 does not make vectors of reinterpreted values, and stores of four bytes each
+    have conflicts.
+    """
+    part = T.alloc_fragment([rows, columns], "float32")
     for i, j in T.Parallel(rows, columns):
-        high[i, j] = high_part(x[i, j])
-        low[i, j] = x[i, j] - high_part(x[i, j])
+        part[i, j] = high_part(x[i, j])
+    T.copy(part, high)
+    for i, j in T.Parallel(rows, columns):
+        part[i, j] = x[i, j] - high_part(x[i, j])
+    T.copy(part, low)
 
 
 class Tile:
@@ -107,6 +110,86 @@ def multiply_state(acc, a, state, tile, transpose_B=False, filled=False):
         if not filled:
             T.copy(state, tile.high)
         T.gemm(a.high, tile.high, acc, transpose_B=transpose_B)
+
+
+class Ahead:
+    """Rows of a tensor [tokens, heads, width], copied into shared memory while the chunk before them is worked on.
+
+    ahead=False: there is no buffer, and they are loaded when they are needed.
+    """
+
+    def __init__(self, rows, columns, dtype, ahead):
+        self.raw = T.alloc_shared([rows, columns], dtype) if ahead else None
+        self.rows, self.columns, self.ahead = rows, columns, ahead
+
+
+@T.macro
+def fetch(tile, x, t, head, column):
+    """Begin to copy rows from t on, columns from column on; what lies outside the tensor becomes zero."""
+    if tile.ahead:
+        T.async_copy(x[t : t + tile.rows, head, column : column + tile.columns], tile.raw)
+
+
+@T.macro
+def await_fetched(ahead):
+    """All that was fetched is there, for all threads."""
+    if ahead:
+        T.ptx_wait_group(0)
+        T.sync_threads()
+
+
+@T.macro
+def load(fragment, tile, x, t, head, column):
+    """fragment = rows from t on, columns from column on, of x; or what was fetched of them."""
+    if tile.ahead:
+        T.copy(tile.raw, fragment)
+    else:
+        T.copy(x[t : t + tile.rows, head, column : column + tile.columns], fragment)
+
+
+@T.macro
+def mapped(x, rows, columns, left, width, feature_map, scale):
+    """x = phi(x) scale; zero from row `left` on, which are of other sequences, and from column `width` on, padding."""
+    for i, d in T.Parallel(rows, columns):
+        x[i, d] = feature(x[i, d], feature_map) * scale
+    if (left < rows) | (width < columns):  # rare, and nvcc makes a branch an element of a selected exp
+        for i, d in T.Parallel(rows, columns):
+            x[i, d] = T.Select((i < left) & (d < width), x[i, d], T.float32(0))
+
+
+@T.macro
+def cleared(x, rows, columns, left):
+    """x = 0 from row `left` on: 0 times a neighbour's NaN would be NaN."""
+    if left < rows:
+        for i, j in T.Parallel(rows, columns):
+            x[i, j] = T.Select(i < left, x[i, j], T.float32(0))
+
+
+@T.macro
+def add_rows(z, tile):
+    """z += the sum of the rows of a tile."""
+    for d in T.Parallel(tile.columns):
+        for i in T.serial(tile.rows):
+            z[d] += T.cast(tile.high[i, d], "float32")
+            if tile.exact:
+                z[d] += tile.low[i, d]
+
+
+@T.macro
+def start_state(S, z, rows, columns, kv, zs, given, slot, heads, corner, K):
+    """S, z = rows and columns, from a corner on, of the state in a slot, or zeros where none is given.
+
+    heads: of the value and of z; corner: its row and its column. given is a condition: a parameter of the kernel by
+    itself would take the macro's name for it (TileLang 0.1.15).
+    """
+    T.clear(S)
+    for d in T.Parallel(rows):
+        z[d] = T.float32(0)
+    if given:
+        T.copy(kv[slot, heads[0], corner[0] : corner[0] + rows, corner[1] : corner[1] + columns], S)
+        for d in T.Parallel(rows):
+            if corner[0] + d < K:
+                z[d] = zs[slot, heads[1], corner[0] + d]
 
 
 @T.macro

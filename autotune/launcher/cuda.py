@@ -217,9 +217,10 @@ class CudaBinary:
 
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
-        self._entry: Callable[[bytes], int] = getattr(library, ENTRY)
-        self._entry.argtypes = [ctypes.c_char_p]
-        self._entry.restype = ctypes.c_int64
+        # what a launcher calls without this class in between: 0, or a status whose error failure() is
+        self.entry: Callable[[bytes], int] = getattr(library, ENTRY)
+        self.entry.argtypes = [ctypes.c_char_p]
+        self.entry.restype = ctypes.c_int64
         self._library = library
         library.linattn_preload.argtypes = [ctypes.c_int64]
         library.linattn_preload.restype = ctypes.c_int64
@@ -236,13 +237,13 @@ class CudaBinary:
         self.kept: dict[Any, bytes] = {}  # fixed blocks by whatever key the caller finds unique
 
     def __call__(self, block: bytes) -> None:
-        if status := self._entry(block):
-            raise self._error(status)
+        if status := self.entry(block):
+            raise self.failure(status)
 
     def preload(self, device: int) -> None:
         """Load the kernels on a device, so that the first call does not: before capturing a graph, or to save time."""
         if status := self._library.linattn_preload(device):
-            raise self._error(status)
+            raise self.failure(status)
 
     def image(self) -> bytes:
         """The fat binary that the driver is given."""
@@ -253,8 +254,9 @@ class CudaBinary:
     def use_driver(self, path: Path | None) -> None:
         """Use this library as the driver from now on, and load everything again; None is the real one. For tests."""
         if status := self._library.linattn_use_driver(None if path is None else str(path).encode()):
-            raise self._error(status)
+            raise self.failure(status)
 
-    def _error(self, status: int) -> Exception:
+    def failure(self, status: int) -> Exception:
+        """What the last call on this thread failed with."""
         text = self._library.linattn_error().decode(errors="replace")
         return ValueError(text) if status == 2 else RuntimeError(text)

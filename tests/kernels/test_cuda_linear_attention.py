@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autotune import cuda_build
-from autotune.emulator import emulate
+from autotune.emulator import Emulated
 from autotune.target import SHARED_LIMIT, named
 from autotune.verify import check_close
 from linattn_tl.ops.linear_attention.definition import Options, decode, packed, recurrent
@@ -25,6 +25,8 @@ from tl_kernels.spec import DTYPES, Problem
 MAPS = ("elu1", "relu", "identity")  # numbered as tl_kernels.macros numbers them
 ARCHS = tuple(SHARED_LIMIT)
 WHOLE = 1 << 30  # a segment as long as any sequence
+NUMBERS = {"spans", "sequences", "length", "segment", "feature_map", "normalize", "scale", "eps"}
+NUMBERS |= {"initial", "final", "keep_den", "reverse", "use_slots"}
 
 
 def problem(dtype: str, K: int, V: int) -> Problem:
@@ -38,8 +40,10 @@ def built(stage: str, arch: str, dtype: str, K: int, V: int, *config: int) -> An
     p = problem(dtype, K, V)
     offered = kernel.configs(p, named(arch))
     chosen = type(offered[0])(*config) if config else offered[0]
-    cache = Path(os.environ["LINATTN_TL_CACHE_DIR"]) / "emulator"
-    return emulate(kernel.build(p, chosen), arch, cuda_build.PASSES, cache=cache)
+    emulated = Emulated(lowered(kernel, p, chosen, arch), cache=CACHE / "emulator")
+    # launchers hand numbers over by name, and TileLang renames a parameter that a macro has another name for
+    assert {x.name for x in emulated.lowered.parameters if x.kind == "scalar"} <= NUMBERS
+    return emulated
 
 
 class Case(NamedTuple):
@@ -141,10 +145,10 @@ def run_forward(kernel: Any, case: Case, dtype: str, K: int, V: int, check: bool
 @pytest.mark.parametrize(
     ("arch", "dtype", "K", "V", "config"),
     [
-        ("sm_80", "bfloat16", 64, 64, (64, 64, 0, 128)),
+        ("sm_80", "bfloat16", 64, 64, (64, 64, 1, 128)),
         ("sm_90a", "bfloat16", 128, 128, (64, 128, 2, 256)),
         ("sm_120a", "float16", 32, 64, (32, 32, 0, 128)),
-        ("sm_80", "float32", 48, 80, (32, 64, 0, 128)),
+        ("sm_100a", "float32", 48, 48, (32, 64, 1, 256)),
     ],
 )
 def test_forward(arch: str, dtype: str, K: int, V: int, config: tuple[int, ...]):
@@ -235,7 +239,7 @@ def test_chunks_in_parallel():
     """States of segments, a scan over them, then every segment by itself: the same as one pass."""
     arch, dtype, K, V, segment = "sm_80", "bfloat16", 64, 64, 64
     carry, scan = built("carry", arch, dtype, K, V), built("scan", arch, dtype, K, V)
-    forward = built("forward", arch, dtype, K, V, 64, 64, 0, 128)
+    forward = built("forward", arch, dtype, K, V, 64, 64, 1, 128)
     for case in (Case(2, 150), Case(1, 64, initial=True), Case(1, 260, 1, 2, (0, 7, 7, 71, 260), initial=True)):
         given = inputs(case, dtype, K, V)
         q, k, v, kv, z = given
@@ -312,16 +316,19 @@ def run_backward(
 
 def test_backward():
     arch, dtype, D = "sm_90a", "bfloat16", 64
-    kernels = {stage: built(stage, arch, dtype, D, D, 64, 64, 64, 128) for stage in ("backward_q", "backward_kv")}
+    kernels = {stage: built(stage, arch, dtype, D, D, 64, 64, 64, 128, 1) for stage in ("backward_q", "backward_kv")}
     for case in CASES:
         run_backward(kernels, case, dtype, D, D, check=case is CASES[1])
 
 
 def test_backward_in_blocks():
-    """dQ and dK in blocks of K, dV in blocks of V, as where they are too large for one program."""
+    """dQ and dK in blocks of K, dV in blocks of V, as where they are too large for one program; chunks of two warps."""
     arch, dtype, K, V = "sm_120a", "float32", 48, 64
-    kernels = {stage: built(stage, arch, dtype, K, V, 32, 32, 64, 128) for stage in ("backward_q", "backward_k")}
-    kernels["backward_v"] = built("backward_v", arch, dtype, K, V, 32, 64, 32, 128)
+    kernels = {
+        "backward_q": built("backward_q", arch, dtype, K, V, 16, 16, 64, 64, 0),
+        "backward_k": built("backward_k", arch, dtype, K, V, 16, 16, 64, 64, 1),
+        "backward_v": built("backward_v", arch, dtype, K, V, 32, 64, 32, 128, 1),
+    }
     for case in CASES:
         run_backward(kernels, case, dtype, K, V, check=case is CASES[1])
 
@@ -337,9 +344,9 @@ def test_backward_refuses_to_split_a_sum():
 
 
 def test_noncausal_backward():
-    arch, dtype, D = "sm_80", "bfloat16", 32
+    arch, dtype, D = "sm_100a", "bfloat16", 32
     stages = ("backward_q_all", "backward_carry", "backward_k_all", "backward_v_all")
-    kernels = {stage: built(stage, arch, dtype, D, D, 32, 32, 32, 128) for stage in stages}
+    kernels = {stage: built(stage, arch, dtype, D, D, 64, 32, 32, 128, 1) for stage in stages}
     for case in CASES:
         run_backward(kernels, case, dtype, D, D, causal=False, check=case is CASES[1])
 
@@ -347,7 +354,7 @@ def test_noncausal_backward():
 def test_backward_of_chunks_in_parallel():
     """Every segment by itself: dQ from the states before it, dK and dV from the gradient states behind it."""
     arch, dtype, D, segment, case = "sm_90a", "bfloat16", 64, 64, Case(1, 260, 1, 2, (0, 7, 7, 71, 260), initial=True)
-    wide = (64, 64, 64, 128)
+    wide = (64, 64, 64, 128, 1)
     kernels = {stage: built(stage, arch, dtype, D, D, *wide) for stage in ("backward_q", "backward_kv", "carry")}
     kernels["backward_carry"] = built("backward_carry", arch, dtype, D, D, *wide)
     scan, spans = built("scan", arch, dtype, D, D), case.spans(segment)
@@ -411,11 +418,18 @@ def test_hopper_instructions():
     assert all(word in source for word in ("wgmma", "tma_load", "warpgroup_reg_dealloc"))
 
 
-@pytest.mark.parametrize(("arch", "D", "config"), [("sm_80", 64, (64, 64, 0, 128)), ("sm_90a", 128, (64, 128, 2, 256))])
-def test_bytes_at_the_floor(arch: str, D: int, config: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("arch", "dtype", "D", "config"),
+    [
+        ("sm_80", "bfloat16", 64, (64, 64, 1, 128)),
+        ("sm_90a", "bfloat16", 128, (64, 128, 2, 256)),
+        ("sm_100a", "float32", 48, (32, 64, 1, 256)),
+    ],
+)
+def test_bytes_at_the_floor(arch: str, dtype: str, D: int, config: tuple[int, ...]):
     """Nothing is moved twice, stores fill their sectors, and no line of the loop has conflicts above 2-way."""
-    kernel = built("forward", arch, "bfloat16", D, D, *config)
-    report = run_forward(kernel, Case(1, 128, 1, 1), "bfloat16", D, D)
+    kernel = built("forward", arch, dtype, D, D, *config)
+    report = run_forward(kernel, Case(1, 128, 1, 1), dtype, D, D)
     counters = report.counters
     assert counters.traffic_ratio <= 1.01 and counters.total.sector_ratio <= 1.05
     assert max(site.conflict_degree for site in report.sites) <= 2
@@ -431,19 +445,20 @@ def test_every_size_has_a_config_that_fits(arch: str):
                     offered = kernel.configs(p, named(arch))
                     # where both do not fit into one program, backward_k and backward_v are two
                     assert offered or kernel.name.endswith("backward_kv"), (kernel.name, p)
-                    assert len(set(offered)) == len(offered)
+                    assert len(set(offered)) == len(offered) <= 4
 
 
 def test_shared_memory_is_what_is_allocated():
     for arch, dtype, K, V, config in (
-        ("sm_80", "bfloat16", 64, 64, (64, 64, 0, 128)),
+        ("sm_80", "bfloat16", 64, 64, (64, 64, 1, 128)),
         ("sm_90a", "bfloat16", 128, 128, (64, 128, 2, 256)),
-        ("sm_80", "float32", 48, 80, (32, 64, 0, 128)),
+        ("sm_100a", "float32", 48, 48, (32, 64, 1, 256)),
         ("sm_120a", "float16", 32, 64, (32, 32, 0, 128)),
     ):
         report = run_forward(built("forward", arch, dtype, K, V, *config), Case(1, 1), dtype, K, V)
         bound = cuda.smem_bytes(problem(dtype, K, V), cuda.Config(*config))
         assert bound - SLACK_BYTES <= report.launches[0].shared_bytes <= bound
-    kernel, dtype, D, config = "backward_kv", "bfloat16", 64, (64, 64, 64, 128)
+    kernel, dtype, D, config = "backward_kv", "bfloat16", 64, (64, 64, 64, 128, 1)
     allocated = re.search(r"MaxDynamicSharedMemorySize, (\d+)", built(kernel, "sm_90a", dtype, D, D, *config).source)
-    assert allocated and int(allocated[1]) <= blocks_smem_bytes(problem(dtype, D, D), Blocks(*config), 4 * D, 2 * D)
+    bound = blocks_smem_bytes(problem(dtype, D, D), Blocks(*config), 4 * D, 2 * D, 4 * D)
+    assert allocated and bound - SLACK_BYTES <= int(allocated[1]) <= bound

@@ -7,8 +7,12 @@ With Q, K after the feature map, Q scaled, S and z the state before the chunk (a
 
 S stays in registers in fp32 and goes through shared memory, rounded to the tiles' type, as an operand; z and den are
 fp32. Q, K and A are rounded once and the rounded values are used in num and den alike, so that O remains an average
-of V. A tile of 16 bits is multiplied by tensor cores (wgmma on sm_90a, where TMA and a warp group of its own load the
-next chunk); a float32 tile is split in two and multiplied by three tf32 products.
+of V. A tile of 16 bits is multiplied by tensor cores (wgmma on sm_90a, mma.sync elsewhere); a float32 tile is split in
+two and multiplied by three tf32 products.
+
+While a chunk is worked on the next one is loaded, where shared memory has room: in the forward pass on sm_90a by TMA
+and a warp group of its own, in all other kernels by cp.async, issued once a chunk has been made into operands and
+before its products. That order is in the machine code; what it is worth has not been timed on a GPU.
 
 float16 has too small a range for the sums: S is divided by a power of two above max z, and row i of A by one above
 den_i. Both are exact and undone in fp32.
@@ -30,6 +34,7 @@ from dataclasses import dataclass
 from tl_kernels.linear_attention import cuda_backward, cuda_decode
 from tl_kernels.linear_attention.cuda_sizes import (
     BYTES,
+    OFFERED,
     SLACK_BYTES,
     Blocks,
     blocks_of,
@@ -44,8 +49,8 @@ from tl_kernels.spec import Kernel, Problem, Target
 class Config:
     C: int  # tokens a chunk
     BV: int  # columns of the state in a program; with more than one block of V, q and k are read by each
-    stages: int  # chunks in shared memory; the next ones are loaded while one is worked on
-    threads: int  # that compute; on sm_90a 128 more load
+    stages: int  # 0: a chunk is loaded when needed; 1: while the last one is worked on; 2: by TMA and 128 more threads
+    threads: int  # that compute
 
 
 @dataclass(frozen=True)
@@ -60,31 +65,34 @@ def smem_bytes(p: Problem, c: Config) -> int:
     loads = c.C * (2 * K + c.BV)  # q, k, v
     state = K * c.BV
     low = c.C * (K + c.BV + c.C) if p.dtype == "float32" else 0
-    return size * (max(c.stages, 1) * loads + state + c.C * c.C + low) + SLACK_BYTES
+    return size * ((2 if c.stages else 1) * loads + state + c.C * c.C + low) + SLACK_BYTES
 
 
 def configs(p: Problem, target: Target) -> Sequence[Config]:
     """Whole rows of V first: each block of V beyond the first reads q and k again."""
-    # a dynamic trip count and two stages or more do not lower where loads are cp.async (TileLang 0.1.15), and one
-    # stage does not take tiles that are changed in place
-    stages = (2, 1) if target.arch == "sm_90a" else (0,)
     K, exact = padded(p.K), p.dtype == "float32"
-    found = []
+    found: list[Config] = []
     for BV in sorted({min(padded(p.V), b) for b in (256, 128, 64, 32, 16)}, reverse=True):
         for C in (32, 16) if exact else (64, 32):
-            if (C == 16) != (BV == 16):  # two warps, for four cannot share a tile of 16 x 16; the last resort
+            # two warps, for four cannot share a tile of 16 x 16; the last resort
+            if (C == 16) != (BV == 16) or (C == 16 and found):
                 continue
-            # float32 and 256 threads: TileLang 0.1.15 finds no place for a barrier in a warp-specialised kernel
-            threads = 64 if C == 16 else 256 if K * BV >= 128 * 64 and not exact else 128
-            # registers of a thread for S, O, A and a copy of Q; with more they would spill
+            threads = 64 if C == 16 else 256 if K * BV >= (4097 if exact else 128 * 64) else 128
+            # registers of a thread for S, O, A and, in float32, a copy of K; with more they would spill
             if (K * BV + C * BV + C * C + exact * C * K) // threads > (110 if exact and C > 16 else 144):
                 continue
-            found += [Config(C, BV, s, threads) for s in stages]
-    return [c for c in found if smem_bytes(p, c) <= target.smem_bytes]
+            # float32 and 256 threads: TileLang 0.1.15 finds no place for a barrier in a warp-specialised kernel
+            tma = target.arch == "sm_90a" and not (exact and threads == 256)
+            for stages in (2,) if tma else (1, 0):
+                c = Config(C, BV, stages, threads)
+                if smem_bytes(p, c) <= target.smem_bytes:
+                    found.append(c)
+                    break
+    return sorted(found, key=lambda c: (-c.BV, -c.stages, -c.C))[:OFFERED]
 
 
 def state_configs(p: Problem, target: Target) -> Sequence[Blocks]:
-    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: (BK + BV, BV))
+    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: (BK + BV, BV, BK + BV))
 
 
 def scan_configs(p: Problem, target: Target) -> Sequence[ScanConfig]:
@@ -100,7 +108,7 @@ def forward(p: Problem, c: Config):
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
     NV = -(-V // BV)
-    staged = c.stages > 0
+    ahead, tma = c.stages == 1, c.stages == 2
     exact, guarded = io == "float32", io == "float16"
     tokens, H, HV, rows, N0, N1, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "rows", "N0", "N1", "M"))
 
@@ -138,6 +146,9 @@ def forward(p: Problem, c: Config):
             v_s = T.alloc_shared([C, BV], io)
             a_s = T.alloc_shared([C, C], io)
             s_s = T.alloc_shared([KP, BV], io)  # S, then O on its way out
+            q_next = m.Ahead(C, KP, io, ahead)
+            k_next = m.Ahead(C, KP, io, ahead)
+            v_next = m.Ahead(C, BV, io, ahead)
             z_s = T.alloc_shared([KP], f32)
             qz_s = T.alloc_shared([C], f32)
             S = T.alloc_fragment([KP, BV], f32)
@@ -152,44 +163,45 @@ def forward(p: Problem, c: Config):
             zm_f = T.alloc_fragment([KP], f32)
             z_most = T.alloc_fragment([1], f32)
             qz = T.alloc_fragment([C], f32)
+            a_f = T.alloc_fragment([C, C], f32)
             sum_f = T.alloc_fragment([C], f32)
+            den_f = T.alloc_fragment([C], f32)
             den_s = T.alloc_shared([C], f32)
             w_s = T.alloc_shared([C], f32)  # what float16 multiplies the rows of A and O by
             if C > KP:
                 o_s = T.alloc_shared([C, BV], io)
             if exact:
-                x_low = T.alloc_shared([C, KP], io)  # of K, then of Q
+                x_low = T.alloc_shared([C, KP], io)  # of Q, then of K
                 v_low = T.alloc_shared([C, BV], io)
                 a_low = T.alloc_shared([C, C], io)
 
             where = T.alloc_local([3], "int32")
-            if staged:
+            if tma:
                 T.annotate_producer_reg_dealloc(24)
                 T.annotate_consumer_reg_alloc(240)
             m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
             first = where[1]
             last = where[2]
-            T.clear(S)
-            for d in T.Parallel(KP):
-                z_s[d] = T.float32(0)
-            if initial > 0:
-                T.copy(kv0[i_s, i_h, 0:KP, i_v * BV : i_v * BV + BV], S)
-                for d in T.Parallel(KP):
-                    if d < K:
-                        z_s[d] = z0[i_s, i_q, d]
+            m.start_state(S, z_s, KP, BV, kv0, z0, initial > 0, i_s, (i_h, i_q), (0, i_v * BV), K)
+            if ahead:
+                if first < last:
+                    m.fetch(q_next, q, first, i_q, 0)
+                    m.fetch(k_next, k, first, i_q, 0)
+                    m.fetch(v_next, v, first, i_h, i_v * BV)
 
-            for n in T.Pipelined(T.ceildiv(last - first, C), num_stages=c.stages):
+            for n in T.Pipelined(T.ceildiv(last - first, C), num_stages=2 if tma else 0):
                 t = first + n * C
-                if staged:
+                if tma:
                     T.copy(q[t : t + C, i_q, 0:KP], q_s)
                     T.copy(k[t : t + C, i_q, 0:KP], k_s)
                     T.copy(v[t : t + C, i_h, i_v * BV : i_v * BV + BV], v_s)
                     T.copy(q_s, q_f)
-                    T.copy(k_s, k_f)
                 else:
-                    T.copy(q[t : t + C, i_q, 0:KP], q_f)
-                    T.copy(k[t : t + C, i_q, 0:KP], k_f)
-                    T.copy(v[t : t + C, i_h, i_v * BV : i_v * BV + BV], v_f)
+                    m.await_fetched(ahead)
+                    m.load(q_f, q_next, q, t, i_q, 0)
+                    if not exact:  # all at once; float32 has no registers for that
+                        m.load(k_f, k_next, k, t, i_q, 0)
+                        m.load(v_f, v_next, v, t, i_h, i_v * BV)
 
                 # Q and Q z
                 T.copy(z_s, zq_f)
@@ -199,17 +211,32 @@ def forward(p: Problem, c: Config):
                 T.reduce_sum(qz_f, qz, dim=1)
                 T.copy(qz, qz_s)  # A's rows lie with other threads
                 if exact:
-                    for i, d in T.Parallel(C, KP):
-                        q_s[i, d] = m.high_part(q_f[i, d])
+                    # Q S, and A as far as it needs the low part of Q, whose tile is then that of K
+                    m.split(q_s, x_low, q_f, C, KP)
+                    for i, j in T.Parallel(KP, BV):
+                        s_s[i, j] = S[i, j] - m.high_part(S[i, j])
+                    T.gemm(q_s, s_s, num, clear_accum=True)
+                    for i, j in T.Parallel(KP, BV):
+                        s_s[i, j] = m.high_part(S[i, j])
+                    T.gemm(q_s, s_s, num)
+                    T.gemm(x_low, s_s, num)
                 else:
                     T.copy(q_f, q_s)
-                # K; the rows of other sequences and the columns of padding are zero
-                for i, d in T.Parallel(C, KP):
-                    k_f[i, d] = T.if_then_else(
-                        (t + i < last) & (d < K), m.feature(k_f[i, d], feature_map), T.float32(0)
-                    )
+
+                # K
+                if tma:
+                    T.copy(k_s, k_f)
+                if exact and not tma:
+                    m.load(k_f, k_next, k, t, i_q, 0)
+                m.mapped(k_f, C, KP, last - t, K, feature_map, T.float32(1))
                 if exact:
-                    m.split(k_s, x_low, k_f, C, KP)
+                    for i, d in T.Parallel(C, KP):
+                        q_f[i, d] = m.high_part(k_f[i, d])
+                    T.copy(q_f, k_s)
+                    T.gemm(x_low, k_s, A, transpose_B=True, clear_accum=True)
+                    for i, d in T.Parallel(C, KP):
+                        k_f[i, d] -= m.high_part(k_f[i, d])
+                    T.copy(k_f, x_low)
                 else:
                     T.copy(k_f, k_s)
                 # z += colsum(K), after Q z and before V: TileLang 0.1.15 takes a barrier under an `if` for one that
@@ -227,38 +254,36 @@ def forward(p: Problem, c: Config):
                     z_s[d] = z_f[d]
 
                 # V
-                if exact or not staged:
-                    if staged:
+                if exact or not tma:
+                    if tma:
                         T.copy(v_s, v_f)
-                    for i, d in T.Parallel(C, BV):
-                        v_f[i, d] = T.if_then_else(t + i < last, v_f[i, d], T.float32(0))
+                    if exact and not tma:
+                        m.load(v_f, v_next, v, t, i_h, i_v * BV)
+                    m.cleared(v_f, C, BV, last - t)
                     if exact:
                         m.split(v_s, v_low, v_f, C, BV)
                     else:
                         T.copy(v_f, v_s)
-                if staged and not exact:
+                if tma and not exact:
                     if t + C > last:
                         for i, d in T.Parallel(C, BV):
                             v_s[i, d] = T.if_then_else(t + i < last, v_s[i, d], T.cast(0, io))
+                if ahead:
+                    T.sync_threads()  # all have taken this chunk; and the operands are there
+                    if t + C < last:
+                        m.fetch(q_next, q, t + C, i_q, 0)
+                        m.fetch(k_next, k, t + C, i_q, 0)
+                        m.fetch(v_next, v, t + C, i_h, i_v * BV)
 
                 # products; a float32 tile takes three
-                T.gemm(q_s, k_s, A, transpose_B=True, clear_accum=True)
                 if exact:
+                    T.gemm(q_s, k_s, A, transpose_B=True)
                     T.gemm(q_s, x_low, A, transpose_B=True)
-                    for i, j in T.Parallel(KP, BV):
-                        s_s[i, j] = S[i, j] - m.high_part(S[i, j])
-                    T.gemm(q_s, s_s, num, clear_accum=True)
-                    for i, j in T.Parallel(KP, BV):
-                        s_s[i, j] = m.high_part(S[i, j])
-                    T.gemm(q_s, s_s, num)
                     T.gemm(k_s, v_s, S, transpose_A=True)
                     T.gemm(k_s, v_low, S, transpose_A=True)
                     T.gemm(x_low, v_s, S, transpose_A=True)
-                    for i, d in T.Parallel(C, KP):
-                        x_low[i, d] = q_f[i, d] - m.high_part(q_f[i, d])
-                    T.gemm(x_low, k_s, A, transpose_B=True)
-                    T.gemm(x_low, s_s, num)
                 else:
+                    T.gemm(q_s, k_s, A, transpose_B=True, clear_accum=True)
                     if guarded:
                         for i, j in T.Parallel(KP, BV):
                             s_s[i, j] = T.cast(S[i, j] * m.inverse_power_above(z_most[0]), io)
@@ -268,7 +293,7 @@ def forward(p: Problem, c: Config):
                     T.gemm(k_s, v_s, S, transpose_A=True)
 
                 for i, j in T.Parallel(C, C):
-                    A[i, j] = T.if_then_else(j <= i, A[i, j], T.float32(0))
+                    A[i, j] = T.Select(j <= i, A[i, j], T.float32(0))
                 if guarded:
                     T.reduce_sum(A, sum_f, dim=1)
                     for i in T.Parallel(C):
@@ -287,15 +312,20 @@ def forward(p: Problem, c: Config):
                 if exact:
                     T.gemm(a_s, v_low, num)
                     T.gemm(a_low, v_s, num)
-                T.reduce_sum(A, sum_f, dim=1)
+                # A once more, in whole rows: warps share the rows of the product's own, whose sums take many barriers
+                T.copy(a_s, a_f)
+                if exact:
+                    for i, j in T.Parallel(C, C):
+                        a_f[i, j] += a_low[i, j]
+                T.reduce_sum(a_f, den_f, dim=1)
                 if guarded:
                     for i in T.Parallel(C):
-                        den_s[i] = sum_f[i] / w_s[i] + qz_s[i] + eps
+                        den_s[i] = den_f[i] / w_s[i] + qz_s[i] + eps
                     for i, j in T.Parallel(C, BV):
                         num[i, j] /= w_s[i]
                 else:
                     for i in T.Parallel(C):
-                        den_s[i] = sum_f[i] + qz_s[i] + eps
+                        den_s[i] = den_f[i] + qz_s[i] + eps
                 for i, j in T.Parallel(C, BV):
                     num[i, j] /= T.if_then_else(normalize > 0, den_s[i], T.float32(1))
                 if (keep_den > 0) & owner:
@@ -333,7 +363,7 @@ def carry(p: Problem, c: Blocks):
 
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
-    tile = tile_dtype(p)
+    tile, ahead = tile_dtype(p), c.stages == 1
     NV = -(-V // BV)
     tokens, H, HV, N0, N1, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "N0", "N1", "M"))
 
@@ -359,37 +389,35 @@ def carry(p: Problem, c: Blocks):
             i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
             ks = m.Tile(C, KP, tile)
             vs = m.Tile(C, BV, tile)
+            k_next = m.Ahead(C, KP, io, ahead)
+            v_next = m.Ahead(C, BV, io, ahead)
             S = T.alloc_fragment([KP, BV], f32)
             k_f = T.alloc_fragment([C, KP], f32)
             v_f = T.alloc_fragment([C, BV], f32)
             z_f = T.alloc_fragment([KP], f32)
             where = T.alloc_local([3], "int32")
             m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
-            T.clear(S)
-            T.clear(z_f)
-            if initial > 0:
-                T.copy(kv0[i_s, i_h, 0:KP, i_v : i_v + BV], S)
-                for d in T.Parallel(KP):
-                    if d < K:
-                        z_f[d] = z0[i_s, i_q, d]
+            m.start_state(S, z_f, KP, BV, kv0, z0, initial > 0, i_s, (i_h, i_q), (0, i_v), K)
+            if ahead:
+                if where[1] < where[2]:
+                    m.fetch(k_next, k, where[1], i_q, 0)
+                    m.fetch(v_next, v, where[1], i_h, i_v)
             for n in T.serial(T.ceildiv(where[2] - where[1], C)):
                 t = where[1] + n * C
-                T.copy(k[t : t + C, i_q, 0:KP], k_f)
-                T.copy(v[t : t + C, i_h, i_v : i_v + BV], v_f)
-                for i, d in T.Parallel(C, KP):
-                    k_f[i, d] = T.if_then_else(
-                        (t + i < where[2]) & (d < K), m.feature(k_f[i, d], feature_map), T.float32(0)
-                    )
-                for i, d in T.Parallel(C, BV):
-                    v_f[i, d] = T.if_then_else(t + i < where[2], v_f[i, d], T.float32(0))
+                m.await_fetched(ahead)
+                m.load(k_f, k_next, k, t, i_q, 0)
+                m.load(v_f, v_next, v, t, i_h, i_v)
+                m.mapped(k_f, C, KP, where[2] - t, K, feature_map, T.float32(1))
+                m.cleared(v_f, C, BV, where[2] - t)
                 m.fill(ks, k_f)
                 m.fill(vs, v_f)
+                if ahead:
+                    T.sync_threads()  # all have taken this chunk
+                    if t + C < where[2]:
+                        m.fetch(k_next, k, t + C, i_q, 0)
+                        m.fetch(v_next, v, t + C, i_h, i_v)
                 m.multiply(S, ks, vs, transpose_A=True)
-                for d in T.Parallel(KP):
-                    for i in T.serial(C):
-                        z_f[d] += T.cast(ks.high[i, d], f32)
-                        if ks.exact:
-                            z_f[d] += ks.low[i, d]
+                m.add_rows(z_f, ks)
             T.copy(S, kv1[i_s, i_h, 0:KP, i_v : i_v + BV])
             if (i_v == 0) & (i_h == i_q * T.truncdiv(HV, H)):
                 for d in T.Parallel(KP):
@@ -483,7 +511,7 @@ def emit(p: Problem, c: Blocks):
 
     C, BV, io, f32 = c.C, c.BV, p.dtype, "float32"
     K, V, KP = p.K, p.V, padded(p.K)
-    tile = tile_dtype(p)
+    tile, ahead = tile_dtype(p), c.stages == 1
     NV = -(-V // BV)
     tokens, H, HV, rows, N0, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "rows", "N0", "M"))
 
@@ -514,6 +542,7 @@ def emit(p: Problem, c: Blocks):
             T.annotate_layout({out_s: make_swizzled_layout(out_s)})
             S = T.alloc_fragment([KP, BV], f32)
             num = T.alloc_fragment([C, BV], f32)
+            q_next = m.Ahead(C, KP, io, ahead)
             q_f = T.alloc_fragment([C, KP], f32)
             qz_f = T.alloc_fragment([C, KP], f32)
             z_s = T.alloc_shared([KP], f32)
@@ -524,9 +553,13 @@ def emit(p: Problem, c: Blocks):
             T.copy(kv[where[0], i_h, 0:KP, i_v : i_v + BV], S)
             for d in T.Parallel(KP):
                 z_s[d] = T.if_then_else(d < K, z[where[0], i_q, d], T.float32(0))
+            if ahead:
+                if where[1] < where[2]:
+                    m.fetch(q_next, q, where[1], i_q, 0)
             for n in T.serial(T.ceildiv(where[2] - where[1], C)):
                 t = where[1] + n * C
-                T.copy(q[t : t + C, i_q, 0:KP], q_f)
+                m.await_fetched(ahead)
+                m.load(q_f, q_next, q, t, i_q, 0)
                 for i, d in T.Parallel(C, KP):
                     q_f[i, d] = T.cast(T.cast(m.feature(q_f[i, d], feature_map) * scale, tile), f32)
                     qz_f[i, d] = q_f[i, d] * z_s[d]
@@ -535,6 +568,10 @@ def emit(p: Problem, c: Blocks):
                     d_f[i] += eps
                 T.copy(d_f, d_s)
                 m.fill(qs, q_f)
+                if ahead:
+                    T.sync_threads()  # all have taken this chunk
+                    if t + C < where[2]:
+                        m.fetch(q_next, q, t + C, i_q, 0)
                 T.clear(num)
                 m.multiply_state(num, qs, S, ss)
                 for i, j in T.Parallel(C, BV):

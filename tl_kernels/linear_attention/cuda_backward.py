@@ -24,16 +24,20 @@ from tl_kernels.spec import Kernel, Problem, Target
 
 
 def configs_q(p: Problem, target: Target) -> Sequence[Blocks]:
-    return fitting(p, target, [(b, padded(p.V)) for b in blocks_of(p.K)], lambda BK, BV: (BK + 2 * BV, BK))
+    shapes = [(b, padded(p.V)) for b in blocks_of(p.K)]
+    return fitting(p, target, shapes, lambda BK, BV: (BK + 2 * BV, BK, 2 * BK + 3 * BV))
 
 
 def configs_kv(p: Problem, target: Target) -> Sequence[Blocks]:
     """None where K and V are too large for one program: then backward_k and backward_v do it."""
-    return fitting(p, target, [(padded(p.K), padded(p.V))], lambda BK, BV: (2 * (BK + BV), BK + BV))
+    shapes = [(padded(p.K), padded(p.V))]
+    found = fitting(p, target, shapes, lambda BK, BV: (2 * (BK + BV), BK + BV, 2 * (BK + BV)))
+    return [c for c in found if c.C > 16]  # two warps spill registers
 
 
 def configs_v(p: Problem, target: Target) -> Sequence[Blocks]:
-    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: (2 * BK + BV, BV))
+    shapes = [(padded(p.K), b) for b in blocks_of(p.V)]
+    return fitting(p, target, shapes, lambda BK, BV: (2 * BK + BV, BV, 2 * BK + BV))
 
 
 def _walk_q(p: Problem, c: Blocks, causal: bool):
@@ -45,10 +49,16 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
 
     C, BK, io, f32, tile = c.C, c.BK, p.dtype, "float32", tile_dtype(p)
     K, V, VP = p.K, p.V, padded(p.V)
-    NK = -(-K // BK)
+    NK, ahead = -(-K // BK), c.stages == 1
     if c.BV < V:
         raise ValueError(f"linear_attention backward: {c} splits a sum; dQ needs all {V} columns of V")
     tokens, keys, H, HV, N0, M = (T.dynamic(n) for n in ("tokens", "keys", "H", "HV", "N0", "M"))
+
+    @T.macro
+    def load_column(x_f, x, t, last, head, normalize, otherwise):
+        """x_f = x of the tokens from t on, and `otherwise` where there are none or nothing is normalised."""
+        for i in T.Parallel(C):
+            x_f[i] = T.if_then_else((normalize > 0) & (t + i < last), x[t + i, head], otherwise)
 
     @T.prim_func
     def backward_q_kernel(
@@ -79,12 +89,16 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
             dns = m.Tile(C, VP, tile)
             ss = m.Tile(BK, VP, tile, twin=False)
             S = T.alloc_fragment([BK, VP], f32)
+            dout_next = m.Ahead(C, VP, io, ahead)
+            out_next = m.Ahead(C, VP, io, ahead)
+            q_next = m.Ahead(C, BK, io, ahead)
             dout_f = T.alloc_fragment([C, VP], f32)
             out_f = T.alloc_fragment([C, VP], f32)
-            q_f = T.alloc_fragment([C, BK], f32)
+            q_f = T.alloc_fragment([C, BK], io)
             dq_f = T.alloc_fragment([C, BK], f32)
             dq_s = T.alloc_shared([C, BK], io)
             z_s = T.alloc_shared([BK], f32)
+            den_f = T.alloc_fragment([C], f32)
             dd_f = T.alloc_fragment([C], f32)
             dd_s = T.alloc_shared([C], f32)
             inv_s = T.alloc_shared([C], f32)
@@ -94,61 +108,73 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                 ks = m.Tile(C, BK, tile)
                 vs = m.Tile(C, VP, tile)
                 ps = m.Tile(C, C, tile)
+                k_next = m.Ahead(C, BK, io, ahead)
+                v_next = m.Ahead(C, VP, io, ahead)
                 P = T.alloc_fragment([C, C], f32)
                 k_f = T.alloc_fragment([C, BK], f32)
                 v_f = T.alloc_fragment([C, VP], f32)
                 z_f = T.alloc_fragment([BK], f32)
 
             m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
-            T.clear(S)
-            for d in T.Parallel(BK):
-                z_s[d] = T.float32(0)
             state = T.alloc_local([1], "int32")
             state[0] = i_s
             if not causal:
                 state[0] = where[0]
-            if initial > 0:
-                T.copy(kv0[state[0], i_h, i_k : i_k + BK, 0:VP], S)
-                for d in T.Parallel(BK):
-                    if i_k + d < K:
-                        z_s[d] = z0[state[0], i_q, i_k + d]
+            m.start_state(S, z_s, BK, VP, kv0, z0, initial > 0, state[0], (i_h, i_q), (i_k, 0), K)
+            if ahead:
+                if where[1] < where[2]:
+                    m.fetch(dout_next, dout, where[1], i_h, 0)
+                    m.fetch(out_next, o, where[1], i_h, 0)
+                    m.fetch(q_next, q, where[1], i_q, i_k)
+                    if causal:
+                        m.fetch(k_next, k, where[1], i_q, i_k)
+                        m.fetch(v_next, v, where[1], i_h, 0)
+            load_column(den_f, den, where[1], where[2], i_q, normalize, T.float32(1))
 
             for n in T.serial(T.ceildiv(where[2] - where[1], C)):
                 t = where[1] + n * C
                 # dN and dD
                 for i in T.Parallel(C):
-                    inv_s[i] = T.if_then_else(
-                        (normalize > 0) & (t + i < where[2]), T.float32(1) / den[t + i, i_q], T.float32(1)
-                    )
-                T.copy(dout[t : t + C, i_h, 0:VP], dout_f)
-                T.copy(o[t : t + C, i_h, 0:VP], out_f)
+                    inv_s[i] = T.float32(1) / den_f[i]
+                m.await_fetched(ahead)
+                m.load(dout_f, dout_next, dout, t, i_h, 0)
+                m.load(q_f, q_next, q, t, i_q, i_k)
                 # dD from the rounded dN, as P is: dN (v - o) is a small difference
                 for i, j in T.Parallel(C, VP):
                     dout_f[i, j] = T.cast(T.cast(dout_f[i, j] * inv_s[i], tile), f32)
+                m.fill(dns, dout_f)
+                m.load(out_f, out_next, o, t, i_h, 0)
+                for i, j in T.Parallel(C, VP):
                     out_f[i, j] *= -dout_f[i, j]
                 T.reduce_sum(out_f, dd_f, dim=1)
                 for i in T.Parallel(C):
                     dd_s[i] = T.if_then_else(normalize > 0, dd_f[i], T.float32(0))
-                m.fill(dns, dout_f)
+                if causal:
+                    m.load(k_f, k_next, k, t, i_q, i_k)
+                    m.mapped(k_f, C, BK, where[2] - t, K - i_k, feature_map, T.float32(1))
+                    m.fill(ks, k_f)
+                    m.load(v_f, v_next, v, t, i_h, 0)
+                    m.cleared(v_f, C, VP, where[2] - t)
+                    m.fill(vs, v_f)
+                if ahead:
+                    T.sync_threads()  # all have taken this chunk
+                    if t + C < where[2]:
+                        m.fetch(dout_next, dout, t + C, i_h, 0)
+                        m.fetch(out_next, o, t + C, i_h, 0)
+                        m.fetch(q_next, q, t + C, i_q, i_k)
+                        if causal:
+                            m.fetch(k_next, k, t + C, i_q, i_k)
+                            m.fetch(v_next, v, t + C, i_h, 0)
+                load_column(den_f, den, t + C, where[2], i_q, normalize, T.float32(1))
 
                 # dQ
                 T.clear(dq_f)
                 m.multiply_state(dq_f, dns, S, ss, transpose_B=True)
                 if causal:
-                    T.copy(k[t : t + C, i_q, i_k : i_k + BK], k_f)
-                    T.copy(v[t : t + C, i_h, 0:VP], v_f)
-                    for i, d in T.Parallel(C, BK):
-                        k_f[i, d] = T.if_then_else(
-                            (t + i < where[2]) & (i_k + d < K), m.feature(k_f[i, d], feature_map), T.float32(0)
-                        )
-                    for i, j in T.Parallel(C, VP):
-                        v_f[i, j] = T.if_then_else(t + i < where[2], v_f[i, j], T.float32(0))
-                    m.fill(ks, k_f)
-                    m.fill(vs, v_f)
                     T.clear(P)
                     m.multiply(P, dns, vs, transpose_B=True)
                     for i, j in T.Parallel(C, C):
-                        P[i, j] = T.if_then_else(j <= i, P[i, j] + dd_s[i], T.float32(0))
+                        P[i, j] = T.Select(j <= i, P[i, j] + dd_s[i], T.float32(0))
                     m.fill(ps, P)
                     m.multiply(dq_f, ps, ks)
                 for i, d in T.Parallel(C, BK):
@@ -163,22 +189,18 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                     m.multiply(S, ks, vs, transpose_A=True)
                     for d in T.Parallel(BK):
                         z_f[d] = z_s[d]
-                        for i in T.serial(C):
-                            z_f[d] += T.cast(ks.high[i, d], f32)
-                            if ks.exact:
-                                z_f[d] += ks.low[i, d]
+                    m.add_rows(z_f, ks)
                     for d in T.Parallel(BK):
                         z_s[d] = z_f[d]
 
                 # through phi
-                T.copy(q[t : t + C, i_q, i_k : i_k + BK], q_f)
                 for i, d in T.Parallel(C, BK):
                     dq_f[i, d] *= scale
                 T.copy(dq_f, dq_s)
                 for i, d in T.Parallel(C, BK):
                     if (t + i < where[2]) & (i_k + d < K):
                         dq[t + i, i_h, i_k + d] = T.cast(
-                            T.cast(dq_s[i, d], f32) * m.feature_slope(q_f[i, d], feature_map), io
+                            T.cast(dq_s[i, d], f32) * m.feature_slope(T.cast(q_f[i, d], f32), feature_map), io
                         )
 
     return backward_q_kernel
@@ -195,10 +217,16 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
     K, V = p.K, p.V
     NK, NV = -(-K // BK), -(-V // BV)
     NB = NK * NV  # programs of a head
-    causal = emit and carry
+    causal, ahead = emit and carry, c.stages == 1
     if want_v and NK > 1 or want_k and NV > 1:
         raise ValueError(f"linear_attention backward: {c} splits a sum; dK needs all {V} columns of V, dV all {K} of K")
     tokens, keys, H, HV, N0, N1, M = (T.dynamic(n) for n in ("tokens", "keys", "H", "HV", "N0", "N1", "M"))
+
+    @T.macro
+    def load_column(x_f, x, t, last, head, normalize, otherwise):
+        """x_f = x of the tokens from t on, and `otherwise` where there are none or nothing is normalised."""
+        for i in T.Parallel(C):
+            x_f[i] = T.if_then_else((normalize > 0) & (t + i < last), x[t + i, head], otherwise)
 
     @T.prim_func
     def backward_kv_kernel(
@@ -237,20 +265,26 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
             if carry:
                 qs = m.Tile(C, BK, tile)
                 dns = m.Tile(C, BV, tile)
+                q_next = m.Ahead(C, BK, io, ahead)
+                dout_next = m.Ahead(C, BV, io, ahead)
                 q_f = T.alloc_fragment([C, BK], f32)
                 dn_f = T.alloc_fragment([C, BV], f32)
                 rz_f = T.alloc_fragment([BK], f32)
+                den_f = T.alloc_fragment([C], f32)
+                dd_f = T.alloc_fragment([C], f32)
                 dd_s = T.alloc_shared([C], f32)
                 inv_s = T.alloc_shared([C], f32)
             if emit:
                 rs = m.Tile(BK, BV, tile, twin=False)
+                k_next = m.Ahead(C, BK, io, ahead)
+                k_in = T.alloc_fragment([C, BK], io)
             if causal:
                 cs = m.Tile(C, C, tile)  # P, then A
                 P = T.alloc_fragment([C, C], f32)
             if emit and want_k:
                 vs = m.Tile(C, BV, tile)
+                v_next = m.Ahead(C, BV, io, ahead)
                 v_f = T.alloc_fragment([C, BV], f32)
-                x_f = T.alloc_fragment([C, BK], f32)
                 dk_f = T.alloc_fragment([C, BK], f32)
                 dk_s = T.alloc_shared([C, BK], io)
                 T.annotate_layout({dk_s: make_swizzled_layout(dk_s)})
@@ -265,71 +299,88 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
             state[0] = i_s
             if not carry:
                 state[0] = where[0]
-            T.clear(R)
-            for d in T.Parallel(BK):
-                rz_s[d] = T.float32(0)
-            if final > 0:
-                T.copy(dkv1[state[0], i_h, i_k : i_k + BK, i_v : i_v + BV], R)
-                for d in T.Parallel(BK):
-                    if i_k + d < K:
-                        rz_s[d] = dz1[state[0], i_h, i_k + d]
+            m.start_state(R, rz_s, BK, BV, dkv1, dz1, final > 0, state[0], (i_h, i_h), (i_k, i_v), K)
+            chunks = T.ceildiv(where[2] - where[1], C)
+            end = where[1] + (chunks - 1) * C
+            if ahead:
+                if chunks > 0:
+                    if carry:
+                        m.fetch(q_next, q, end, i_q, i_k)
+                        m.fetch(dout_next, dout, end, i_h, i_v)
+                    if emit:
+                        m.fetch(k_next, k, end, i_q, i_k)
+                    if emit and want_k:
+                        m.fetch(v_next, v, end, i_h, i_v)
+            if carry:
+                load_column(den_f, den, T.max(end, where[1]), where[2], i_q, normalize, T.float32(1))
+                load_column(dd_f, delta, T.max(end, where[1]), where[2], i_h, normalize, T.float32(0))
 
-            for n in T.serial(T.ceildiv(where[2] - where[1], C)):
-                t = where[1] + (T.ceildiv(where[2] - where[1], C) - 1 - n) * C
+            for n in T.serial(chunks):
+                t = end - n * C
                 if carry:
-                    # Q, dN and dD; rows of other sequences are zero
                     for i in T.Parallel(C):
-                        inv_s[i] = T.if_then_else(
-                            (normalize > 0) & (t + i < where[2]), T.float32(1) / den[t + i, i_q], T.float32(1)
-                        )
-                        dd_s[i] = T.if_then_else(
-                            (normalize > 0) & (t + i < where[2]), delta[t + i, i_h], T.float32(0)
-                        )
-                    T.copy(q[t : t + C, i_q, i_k : i_k + BK], q_f)
-                    for i, d in T.Parallel(C, BK):
-                        q_f[i, d] = T.if_then_else(
-                            (t + i < where[2]) & (i_k + d < K), m.feature(q_f[i, d], feature_map) * scale, T.float32(0)
-                        )
-                    T.copy(dout[t : t + C, i_h, i_v : i_v + BV], dn_f)
-                    for i, j in T.Parallel(C, BV):
-                        dn_f[i, j] = T.if_then_else(t + i < where[2], dn_f[i, j] * inv_s[i], T.float32(0))
+                        inv_s[i] = T.float32(1) / den_f[i]
+                        dd_s[i] = dd_f[i]
+                m.await_fetched(ahead)
+                if emit:
+                    m.load(k_in, k_next, k, t, i_q, i_k)
+                if carry:
+                    # Q and dN; rows of other sequences are zero
+                    m.load(q_f, q_next, q, t, i_q, i_k)
+                    m.mapped(q_f, C, BK, where[2] - t, K - i_k, feature_map, scale)
                     m.fill(qs, q_f)
+                    m.load(dn_f, dout_next, dout, t, i_h, i_v)
+                    for i, j in T.Parallel(C, BV):
+                        dn_f[i, j] = T.Select(t + i < where[2], dn_f[i, j] * inv_s[i], T.float32(0))
                     m.fill(dns, dn_f)
+                if emit and want_k:
+                    m.load(v_f, v_next, v, t, i_h, i_v)
+                    m.fill(vs, v_f)
+                if emit and want_v:
+                    T.copy(k_in, k_f)
+                    m.mapped(k_f, C, BK, C, K - i_k, feature_map, T.float32(1))
+                    m.fill(ks, k_f)
+                if ahead:
+                    T.sync_threads()  # all have taken this chunk
+                    if n + 1 < chunks:
+                        if carry:
+                            m.fetch(q_next, q, t - C, i_q, i_k)
+                            m.fetch(dout_next, dout, t - C, i_h, i_v)
+                        if emit:
+                            m.fetch(k_next, k, t - C, i_q, i_k)
+                        if emit and want_k:
+                            m.fetch(v_next, v, t - C, i_h, i_v)
+                if carry:
+                    load_column(den_f, den, T.max(t - C, where[1]), where[2], i_q, normalize, T.float32(1))
+                    load_column(dd_f, delta, T.max(t - C, where[1]), where[2], i_h, normalize, T.float32(0))
 
                 if emit and want_k:
-                    T.copy(v[t : t + C, i_h, i_v : i_v + BV], v_f)
-                    m.fill(vs, v_f)
                     T.clear(dk_f)
                     m.multiply_state(dk_f, vs, R, rs, transpose_B=True)
                     if causal:
                         T.clear(P)
                         m.multiply(P, dns, vs, transpose_B=True)
                         for i, j in T.Parallel(C, C):
-                            P[i, j] = T.if_then_else(j <= i, P[i, j] + dd_s[i], T.float32(0))
+                            P[i, j] = T.Select(j <= i, P[i, j] + dd_s[i], T.float32(0))
                         m.fill(cs, P)
                         m.multiply(dk_f, cs, qs, transpose_A=True)
                     for i, d in T.Parallel(C, BK):
                         dk_f[i, d] += rz_s[d]
-                    T.copy(k[t : t + C, i_q, i_k : i_k + BK], x_f)
                     T.copy(dk_f, dk_s)
                     for i, d in T.Parallel(C, BK):
                         if (t + i < where[2]) & (i_k + d < K):
                             dk[t + i, i_h, i_k + d] = T.cast(
-                                T.cast(dk_s[i, d], f32) * m.feature_slope(x_f[i, d], feature_map), io
+                                T.cast(dk_s[i, d], f32) * m.feature_slope(T.cast(k_in[i, d], f32), feature_map), io
                             )
 
                 if emit and want_v:
-                    T.copy(k[t : t + C, i_q, i_k : i_k + BK], k_f)
-                    for i, d in T.Parallel(C, BK):
-                        k_f[i, d] = T.if_then_else(i_k + d < K, m.feature(k_f[i, d], feature_map), T.float32(0))
-                    m.fill(ks, k_f)
                     T.clear(dv_f)
                     m.multiply_state(dv_f, ks, R, rs, filled=want_k)
                     if causal:
                         T.clear(P)
                         m.multiply(P, qs, ks, transpose_B=True)
                         for i, j in T.Parallel(C, C):
-                            P[i, j] = T.if_then_else(j <= i, P[i, j], T.float32(0))
+                            P[i, j] = T.Select(j <= i, P[i, j], T.float32(0))
                         m.fill(cs, P)
                         m.multiply(dv_f, cs, dns, transpose_A=True)
                     T.copy(dv_f, dv_s)

@@ -21,7 +21,14 @@ def decode(p: Problem, c: DecodeConfig):
     """A few tokens of each sequence against its state, in place: S += phi(k) v^T, z += phi(k), o as above.
 
     A program holds BV columns of the state in registers while the tokens pass. All programs of a q/k head read z, so
-    that a launch of its own writes it, after them. slots picks the rows of the pools; -1 is padding: o is 0 there.
+    that a launch of its own writes it, after them.
+
+    kv and z may be views of something larger: rows and heads lie any distances apart (in elements, multiples of 4 for
+    vectors of 16 bytes), [K, V] of a head in one piece. No two of them overlap.
+
+    use_slots: 0, sequence i has row i; 1, row slots[i]; 2, slots is int64 [B], seen as pairs of int32. Slot -1 is
+    padding: o is 0. Any other that is no row of the pools leaves them alone, and o is NaN: nothing else tells of it,
+    since a host that looked at slots would wait for the device.
     """
     import tilelang.language as T
 
@@ -30,6 +37,17 @@ def decode(p: Problem, c: DecodeConfig):
     BV, K, V, io, f32 = c.BV, p.K, p.V, p.dtype, "float32"
     NV = V // BV
     B, tokens, H, HV, P, M = (T.dynamic(n) for n in ("B", "tokens", "H", "HV", "P", "M"))
+    strides = ("kv_rows", "kv_heads", "z_rows", "z_heads")
+    kv_rows, kv_heads, z_rows, z_heads = (T.dynamic(n, "int64") for n in strides)
+
+    def first_word(slots, use_slots, i):
+        return T.if_then_else(use_slots > 0, slots[i * use_slots], i)
+
+    def find_row(word, slots, use_slots, i):
+        """Negative where there is none, -1 for padding. An int64 fits if its high word repeats the low one's sign."""
+        sign = T.shift_right(word, 31)
+        high = T.if_then_else(use_slots > 1, slots[i * 2 + 1], sign)
+        return T.if_then_else((high == sign) & (word < P), word, -2)
 
     @T.prim_func
     def decode_kernel(
@@ -37,8 +55,8 @@ def decode(p: Problem, c: DecodeConfig):
         k: T.Tensor([B, tokens, H, K], io),
         v: T.Tensor([B, tokens, HV, V], io),
         o: T.Tensor([B, tokens, HV, V], io),
-        kv: T.Tensor([P, HV, K, V], f32),
-        z: T.Tensor([P, H, K], f32),
+        kv: T.StridedTensor([P, HV, K, V], [kv_rows, kv_heads, V, 1], f32),
+        z: T.StridedTensor([P, H, K], [z_rows, z_heads, 1], f32),
         slots: T.Tensor([M], "int32"),
         use_slots: T.int32,
         feature_map: T.int32,
@@ -47,10 +65,15 @@ def decode(p: Problem, c: DecodeConfig):
         eps: T.float32,
     ):
         with T.Kernel(B * NV, HV, threads=c.threads) as (i_bv, i_h):
+            T.assume(kv_rows % 4 == 0)
+            T.assume(kv_heads % 4 == 0)
+            T.assume(z_rows % 4 == 0)
+            T.assume(z_heads % 4 == 0)
             i_v = i_bv % NV * BV
             i_b = i_bv // NV
             i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            slot = T.if_then_else(use_slots > 0, slots[i_b], i_b)
+            word = first_word(slots, use_slots, i_b)
+            row = find_row(word, slots, use_slots, i_b)
             S = T.alloc_fragment([K, BV], f32)
             product = T.alloc_fragment([K, BV], f32)
             num = T.alloc_fragment([BV], f32)
@@ -61,10 +84,10 @@ def decode(p: Problem, c: DecodeConfig):
             qz_f = T.alloc_fragment([K, BV], f32)  # the same in every column: den lies with the columns of num
             den = T.alloc_fragment([BV], f32)
 
-            if slot >= 0:
-                T.copy(kv[slot, i_h, 0:K, i_v : i_v + BV], S)
+            if row >= 0:
+                T.copy(kv[row, i_h, 0:K, i_v : i_v + BV], S)
                 for d in T.Parallel(K):
-                    z_s[d] = z[slot, i_q, d]
+                    z_s[d] = z[row, i_q, d]
                 for t in T.serial(tokens):
                     for d in T.Parallel(K):
                         q_s[d] = m.feature(T.cast(q[i_b, t, i_q, d], f32), feature_map) * scale
@@ -83,23 +106,26 @@ def decode(p: Problem, c: DecodeConfig):
                         o[i_b, t, i_h, i_v + j] = T.cast(
                             num[j] / T.if_then_else(normalize > 0, den[j] + eps, T.float32(1)), io
                         )
-                T.copy(S, kv[slot, i_h, 0:K, i_v : i_v + BV])
-            if slot < 0:
+                T.copy(S, kv[row, i_h, 0:K, i_v : i_v + BV])
+            if row < 0:
                 for t in T.serial(tokens):
                     for j in T.Parallel(BV):
-                        o[i_b, t, i_h, i_v + j] = T.cast(0, io)
+                        o[i_b, t, i_h, i_v + j] = T.cast(
+                            T.if_then_else(row == -1, T.float32(0), T.reinterpret(T.uint32(0x7FC00000), f32)), io
+                        )
 
         with T.Kernel(B, H, threads=K) as (i_zb, i_zh):
-            z_slot = T.if_then_else(use_slots > 0, slots[i_zb], i_zb)
+            z_word = first_word(slots, use_slots, i_zb)
+            z_row = find_row(z_word, slots, use_slots, i_zb)
             z_new = T.alloc_fragment([K], f32)
-            if z_slot >= 0:
+            if z_row >= 0:
                 for d in T.Parallel(K):
-                    z_new[d] = z[z_slot, i_zh, d]
+                    z_new[d] = z[z_row, i_zh, d]
                 for t in T.serial(tokens):
                     for d in T.Parallel(K):
                         z_new[d] += m.feature(T.cast(k[i_zb, t, i_zh, d], f32), feature_map)
                 for d in T.Parallel(K):
-                    z[z_slot, i_zh, d] = z_new[d]
+                    z[z_row, i_zh, d] = z_new[d]
 
     return decode_kernel
 

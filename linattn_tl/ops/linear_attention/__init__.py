@@ -21,7 +21,8 @@ from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Compiled, Op
 from tl_kernels.linear_attention import cpu as kernels
-from tl_kernels.linear_attention import cuda, cuda_decode
+from tl_kernels.linear_attention import cuda as cuda_kernels
+from tl_kernels.linear_attention import cuda_decode
 from tl_kernels.spec import Kernel, Problem, Target
 
 NAME, DECODE = "linear_attention", "linear_attention_decode"
@@ -415,7 +416,7 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return (o, *final, den, *total)
 
 
-_CUDA_PASSES = tuple(k for k in cuda.KERNELS if k != cuda_decode.DECODE)
+_CUDA_PASSES = tuple(k for k in cuda_kernels.KERNELS if k != cuda_decode.DECODE)
 
 
 def _serving(problem: Problem, device: Target) -> tuple[Kernel, ...]:

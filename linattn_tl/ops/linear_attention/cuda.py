@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.launcher import KEPT, keep
-from linattn_tl.launchers import ALIGNMENT, Launcher
+from autotune.launcher import KEPT
+from autotune.launcher import keep as keep_packed
+from linattn_tl.launchers import ALIGNMENT, CudaLauncher, Launcher
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.registry import UnsupportedError
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
@@ -30,6 +31,7 @@ CARRIED_TOKENS = 512  # no carried span shorter than this
 CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
 SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
 WAVES = 2  # programs a multiprocessor that a cut aims at
+UNALIGNED = ALIGNMENT - 1  # bits that no kernel's tensor has in its address
 
 
 def refuse_sizes(problem: Problem) -> str | None:
@@ -109,6 +111,8 @@ class States(NamedTuple):
 
 
 NO_STATES = States()
+# Of a causal pass: its walk, the packed numbers of its last launch, whether that is all and without states, (B, T, H).
+_Plan = tuple[Walk, Any, bool, tuple[int, ...]]
 
 
 def _ready(x: torch.Tensor) -> bool:
@@ -122,6 +126,19 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x
     copied = x.resolve_neg().contiguous()
     return copied if _ready(copied) else copied.clone()
+
+
+def _plain_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any, Any, int, int, int]:
+    """plain() of all three, in less time where there is nothing to do, and their addresses."""
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (
+        (q_at | k_at | v_at) & UNALIGNED == 0
+        and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+    ):
+        return q, k, v, q_at, k_at, v_at
+    q, k, v = plain(q), plain(k), plain(v)
+    return q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr()
 
 
 def _indices(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -202,9 +219,11 @@ class CudaRunner:
     differentiable = False
 
     def __init__(self, binaries: Mapping[str, Launcher], multiprocessors: int):
-        self.binaries = {name.split(".")[1]: binary for name, binary in binaries.items()}
+        self.binaries: dict[str, Any] = {name.split(".")[1]: binary for name, binary in binaries.items()}
         self.multiprocessors = multiprocessors
+        self._direct = isinstance(self.binaries.get("forward"), CudaLauncher)  # it takes addresses that are known
         self._walks: dict[Any, Walk] = {}
+        self._plans: dict[Any, _Plan] = {}
 
     # ---- forward
 
@@ -213,15 +232,14 @@ class CudaRunner:
 
         keep=False: there will be no backward, and den is None.
         """
-        q, k, v = (plain(x) for x in inputs[:3])
-        cu = _indices(lengths)
-        same = v.shape[1] == q.shape[1]
-        o = torch.empty_like(v) if same else v.new_empty(*q.shape[:2], *v.shape[2:])
-        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
-        start = _given(inputs[3], inputs[4], q.shape[0] if cu is None else cu.shape[0] - 1, q, v)
+        q, k, v, kv, z = inputs
         if opt.causal:
-            final = self._forward(q, k, v, o, den, cu, start, opt)
-            return (o, *(final if opt.output_final_state else NO_STATES)), (den, None, None)
+            return self._forward(q, k, v, None if lengths is None else _indices(lengths), kv, z, opt, keep)
+        q, k, v = plain(q), plain(k), plain(v)
+        cu = _indices(lengths)
+        o = torch.empty_like(v) if v.shape[1] == q.shape[1] else v.new_empty(*q.shape[:2], *v.shape[2:])
+        den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
+        start = _given(kv, z, q.shape[0] if cu is None else cu.shape[0] - 1, q, v)
         total = self._sum(q, k, v, cu, start, opt)
         walk = self._walk("emit", q, v, cu, carried=False)
         if not walk.empty:
@@ -232,22 +250,49 @@ class CudaRunner:
             return (o, *total), (den, None, None)
         return (o, None, None), (den, *total)
 
-    def _forward(self, q: Any, k: Any, v: Any, o: Any, den: Any, cu: Any, start: States, opt: Options) -> States:
-        """Fills o and den; the final state."""
-        walk = self._walk("forward", q, v, cu)
-        N, H, want = walk.sequences, walk.H, opt.output_final_state
+    def _forward(self, q: Any, k: Any, v: Any, cu: Any, kv: Any, z: Any, opt: Options, keep: bool) -> tuple[Any, Any]:
+        """A causal pass, as forward returns it."""
+        q, k, v, q_at, k_at, v_at = _plain_inputs(q, k, v)
+        new = kv is None and z is None
+        key = q.shape, v.shape, None if cu is None else cu.shape[0], new, keep, opt
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan_forward(q, v, cu, not new, opt, keep)
+            _remember(self._plans, key, plan)
+        walk, packed, alone, (B, T, H) = plan
+        o = torch.empty_like(v)
+        # numbers one by one: torch takes twice the time to read them from a shape
+        den = torch.empty(B, T, H, dtype=torch.float32, device=q.device) if keep else None
+        if alone and self._direct:
+            at = [q_at, k_at, v_at, o.data_ptr(), 0, 0, 0, 0, 0, 0]
+            if den is not None:
+                at[4] = den.data_ptr()
+            if cu is not None:
+                at[9] = cu.data_ptr()
+            self.binaries["forward"].launch(packed, (q, k, v, o, den, None, None, None, None, cu), at)
+            return (o, None, None), (den, None, None)
+        N, want = walk.sequences, opt.output_final_state
+        start = NO_STATES if new else _given(kv, z, N, q, v)
         if walk.empty:
-            return _unchanged(start, N, q, v, H) if want else NO_STATES
-        final = _new_states(N, q, v, H) if want else NO_STATES
+            final = _unchanged(start, N, q, v, H) if want else NO_STATES
+            return (o, *final), (den, None, None)
+        final = left = _new_states(N, q, v, H) if want else NO_STATES
         if walk.cut:
-            start = self._span_states(q, k, v, cu, walk, start, final, opt)
-        left = NO_STATES if walk.cut else final
-        self._launch(
-            "forward", walk, opt, (q, k, v, o, den, *start, *left, cu),
-            tokens=walk.tokens, rows=0 if den is None else walk.tokens, N0=start.count, N1=left.count,
-            initial=int(start.count > 0), final=int(left.count > 0), keep_den=int(den is not None),
+            start, left = self._span_states(q, k, v, cu, walk, start, final, opt), NO_STATES
+        self.binaries["forward"].launch(packed, (q, k, v, o, den, *start, *left, cu))
+        return (o, *final), (den, None, None)
+
+    def _plan_forward(self, q: Any, v: Any, cu: Any, given: bool, opt: Options, keep: bool) -> _Plan:
+        walk, sizes = self._walk("forward", q, v, cu), tuple(q.shape[:3])
+        if walk.empty:
+            return walk, None, False, sizes
+        start = walk.spans if walk.cut else walk.sequences if given else 0
+        left = walk.sequences if opt.output_final_state and not walk.cut else 0
+        packed = self._packed(
+            "forward", walk, opt, tokens=walk.tokens, rows=walk.tokens if keep else 0, N0=start, N1=left,
+            initial=int(start > 0), final=int(left > 0), keep_den=int(keep),
         )  # fmt: skip
-        return final
+        return walk, packed, not (walk.cut or start or left), sizes
 
     def _sum(self, q: Any, k: Any, v: Any, cu: Any, start: States, opt: Options) -> States:
         """The state after all keys."""
@@ -298,7 +343,7 @@ class CudaRunner:
         opt: Options,
     ) -> list[Any]:
         """One gradient an input that needs one."""
-        q, k, v = (plain(x) for x in inputs[:3])
+        q, k, v, *_ = _plain_inputs(*inputs[:3])
         o, den, cu = plain(results[0]), None if saved[0] is None else plain(saved[0]), _indices(lengths)
         dout = torch.zeros_like(o) if grads[0] is None else plain(grads[0])
         delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
@@ -415,9 +460,8 @@ class CudaRunner:
         key = (name, carried, x.shape, v.shape, -1 if cu is None else cu.shape[0])
         walk = self._walks.get(key)
         if walk is None:
-            if len(self._walks) >= KEPT:
-                self._walks.clear()
-            walk = self._walks[key] = self._new_walk(name, x, v, cu, carried)
+            walk = self._new_walk(name, x, v, cu, carried)
+            _remember(self._walks, key, walk)
         return walk
 
     def _new_walk(self, name: str, x: torch.Tensor, v: torch.Tensor, cu: Any, carried: bool) -> Walk:
@@ -435,6 +479,9 @@ class CudaRunner:
         return Walk(N, length, tokens, H, HV, K, V, length or tokens + 1)
 
     def _launch(self, name: str, walk: Walk, opt: Options | None, tensors: Sequence[Any], **numbers: int) -> None:
+        self.binaries[name].launch(self._packed(name, walk, opt, **numbers), tensors)
+
+    def _packed(self, name: str, walk: Walk, opt: Options | None, **numbers: int) -> Any:
         binary = self.binaries[name]
         key = (walk, opt, *numbers.values())
         packed = binary.kept.get(key)
@@ -442,8 +489,14 @@ class CudaRunner:
             blocks = _blocks(binary.config, walk.K, walk.V)
             _check_grid(name, walk.HV, max(walk.spans, walk.sequences) * blocks)
             packed = binary.pack({**_walk_numbers(walk), **_option_numbers(opt), **numbers})
-            keep(binary, key, packed)
-        binary.launch(packed, tensors)
+            keep_packed(binary, key, packed)
+        return packed
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= KEPT:
+        known.clear()
+    known[key] = value
 
 
 def _walk_numbers(walk: Walk) -> dict[str, int]:
@@ -485,46 +538,103 @@ def _check_grid(name: str, heads: int, blocks: int) -> None:
 
 
 class CudaDecode:
-    """The compiled backends of linear_attention_decode on NVIDIA GPUs."""
+    """The compiled backends of linear_attention_decode on NVIDIA GPUs, for one K and V.
+
+    A call reads no value from the device and waits for nothing, so that a graph may be captured: a slot that names no
+    row of the pools makes o NaN, see tl_kernels/linear_attention/cuda_decode.py.
+    """
 
     def __init__(self, binaries: Mapping[str, Launcher]):
-        self.decode = next(b for name, b in binaries.items() if name.split(".")[1] == "decode")
+        self.decode: Any = next(b for name, b in binaries.items() if name.split(".")[1] == "decode")
+        self._direct = isinstance(self.decode, CudaLauncher)  # it takes addresses that are known
 
     def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
-        tensors = (q, k, v, out, kv, z)
-        for x in tensors:
-            if not _ready(x):
-                return self._copied(q, k, v, kv, z, slots, opt, out)
-        key = (q.shape, v.shape, kv.shape[0], slots is None, opt)
-        packed = self.decode.kept.get(key)
-        if packed is None:
+        """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place, views of larger ones too."""
+        shape, pool = q.shape, kv.shape  # which tell v's
+        layout = None if kv.is_contiguous() and z.is_contiguous() else (kv.stride(), z.stride())
+        key = shape, pool, layout, None if slots is None else slots.dtype, opt
+        plan = self.decode.kept.get(key)
+        if plan is None:
             if out.numel() == 0:
                 return out
-            packed = self.decode.pack(self._numbers(q, v, kv, slots, opt))
-            keep(self.decode, key, packed)
-        begin = out.data_ptr()
-        end = begin + out.nbytes
-        for x in (q, k, v):
-            at = x.data_ptr()
-            if at < end and begin < at + x.nbytes:  # a program might read what another has written
-                return self._copied(q, k, v, kv, z, slots, opt, out)
-        self.decode.launch(packed, (*tensors, _indices(slots)))
+            plan = self._plan(q, v, kv, z, slots, opt)
+            keep_packed(self.decode, key, plan)
+        packed, in_place, q_bytes, o_bytes = plan
+        q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        kv_at, z_at, o_end = kv.data_ptr(), z.data_ptr(), o_at + o_bytes
+        if (
+            not in_place
+            or (q_at | k_at | v_at | o_at | kv_at | z_at) & UNALIGNED
+            or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and out.is_contiguous())
+            or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg() or kv.is_neg() or z.is_neg()
+            # a program might read what another has written
+            or (q_at < o_end and o_at < q_at + q_bytes)
+            or (k_at < o_end and o_at < k_at + q_bytes)
+            or (v_at < o_end and o_at < v_at + o_bytes)
+        ):  # fmt: skip
+            return self._copied(q, k, v, kv, z, slots, opt, out)
+        slots_at = 0
+        if slots is not None:
+            slots_at = slots.data_ptr()
+            if slots_at & UNALIGNED or not slots.is_contiguous():
+                slots = plain(slots)
+                slots_at = slots.data_ptr()
+        tensors = q, k, v, out, kv, z, slots
+        if self._direct:
+            self.decode.launch(packed, tensors, (q_at, k_at, v_at, o_at, kv_at, z_at, slots_at))
+        else:
+            self.decode.launch(packed, tensors)
         return out
 
     def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
         """The step with copies of what the kernel cannot read or write in place, and of out always."""
         o = torch.empty_like(out, memory_format=torch.contiguous_format)
-        pool_kv, pool_z = plain(kv), plain(z)
+        pool_kv, pool_z = _pool(kv), _pool(z)
         self(plain(q), plain(k), plain(v), pool_kv, pool_z, slots, opt, o)
         for mine, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
             if mine is not copy:
                 mine.copy_(copy)
         return out
 
-    def _numbers(self, q: Any, v: Any, kv: Any, slots: Any, opt: Options) -> dict[str, float]:
+    def _plan(self, q: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options) -> tuple[Any, bool, int, int]:
+        """The packed numbers, whether the kernel can work on the pools where they are, bytes of q and of o."""
+        strides = [_pool_strides(x) for x in (kv, z)]
+        if None in strides:
+            return None, False, 0, 0
+        packed = self.decode.pack(self._numbers(q, v, kv, strides, slots, opt))
+        return packed, True, q.numel() * q.element_size(), v.numel() * v.element_size()
+
+    def _numbers(self, q: Any, v: Any, kv: Any, strides: Sequence[Any], slots: Any, opt: Options) -> dict[str, float]:
         B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
         HV, V = v.shape[-2:]
         _check_grid("decode", HV, B * _blocks(self.decode.config, K, V))
-        sizes = {"B": B, "tokens": n, "H": H, "HV": HV, "P": kv.shape[0], "M": 0 if slots is None else B}
-        return {**sizes, "use_slots": int(slots is not None), **_option_numbers(opt)}
+        words = 0 if slots is None else slots.element_size() // 4  # of 32 bits, which is how the kernel reads slots
+        sizes = {"B": B, "tokens": n, "H": H, "HV": HV, "P": kv.shape[0], "M": words * B}
+        names = ("kv_rows", "kv_heads", "z_rows", "z_heads")
+        distances = dict(zip(names, (*strides[0], *strides[1]), strict=True))
+        return {**sizes, **distances, "use_slots": words, **_option_numbers(opt)}
+
+
+def _pool_strides(x: torch.Tensor) -> tuple[int, int] | None:
+    """How far apart rows and heads of a pool [P, heads, ...] are, or None where decode cannot work on it in place.
+
+    It can where a head is in one piece, vectors are aligned, and no two heads overlap.
+    """
+    sizes, strides = x.shape[:2], list(x.stride()[:2])
+    piece = x[0, 0] if x.numel() else x
+    if not piece.is_contiguous():
+        return None
+    nearest = piece.numel()
+    for i in sorted(range(2), key=strides.__getitem__):
+        if sizes[i] < 2:
+            strides[i] = nearest  # never used; torch may have kept anything there
+        elif strides[i] < nearest or strides[i] * x.element_size() % ALIGNMENT:
+            return None
+        nearest = max(nearest, strides[i] * sizes[i])
+    return strides[0], strides[1]
+
+
+def _pool(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where decode cannot work in place."""
+    in_place = x.data_ptr() % ALIGNMENT == 0 and not x.is_neg() and _pool_strides(x) is not None
+    return x if in_place else plain(x)

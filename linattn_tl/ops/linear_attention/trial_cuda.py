@@ -489,6 +489,7 @@ DECODE_CASES = (
     DecodeCase(2, 0, H=2, options=Options(scale=0.5)),
     DecodeCase(3, 3, 1, 2, Options("relu", eps=1e-2), (3, -1, 0), pool=5, step=2),
     DecodeCase(2, 2, 1, 1, Options("identity", normalize=False, scale=0.3), (3, 1), pool=4, index=torch.int64),
+    DecodeCase(4, 2, heads=2, slots=(4, 1, -2, -1), pool=4),  # two that are no rows of the pool
 )
 
 

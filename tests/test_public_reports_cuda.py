@@ -1,0 +1,109 @@
+"""Faults that users met in other packages, on our CUDA kernels: as far as the emulator and a stub driver can tell.
+
+`make gpu-check` asks the same of a GPU. R07 is in test_cuda_large_index.py, R19 in cli/test_wheel.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from autotune import target
+from autotune.emulator import Emulated
+from autotune.target import SHARED_LIMIT
+from linattn_tl import launchers
+from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.definition import Options
+from tests.conftest import CACHE
+from tests.test_cuda_runner import ALL, BF16, FP32, STAGES, K, V, binary, example, lowered
+from tl_kernels.linear_attention import cuda
+from tl_kernels.spec import DTYPES, Kernel, Problem
+
+
+def launcher(stage: str, arch: str, dtype: str) -> EmulatedLauncher:
+    """Every launch runs under all of the emulator's schedules, whose results must agree bit by bit."""
+    kernel = next(k for k in cuda.KERNELS if k.name == f"linear_attention.{stage}")
+    problem = Problem("linear_attention", dtype, K, V, "cuda")
+    config = kernel.configs(problem, target.named(arch))[0]
+    emulated = Emulated(lowered(kernel, problem, config, arch), cache=CACHE / "emulator")
+    return EmulatedLauncher(emulated, config, every_schedule=True)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_R18_results_do_not_depend_on_the_order_of_threads(arch: str, dtype: str, causal: bool):
+    run = CudaRunner({f"linear_attention.{s}": launcher(s, arch, dtype) for s in STAGES if s != "decode"}, 1)
+    inputs, lengths = example(dtype, T=70, state=True)
+    opt = Options(causal=causal, scale=0.5, output_final_state=True)
+    results, saved = run.forward(inputs, lengths, opt)
+    grads = [torch.randn_like(x) for x in results]
+    assert all(x.isfinite().all() for x in run.backward(inputs, results, saved, lengths, grads, ALL, opt))
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_R10_no_config_needs_more_shared_memory_than_its_architecture_has(arch: str):
+    """What a config is said to need is a bound on what is allocated: test_cuda_linear_attention.py."""
+    device = target.named(arch)
+    assert device.smem_bytes == SHARED_LIMIT[arch]
+    for kernel in cuda.KERNELS:
+        for dtype in DTYPES:
+            offered = {D: kernel.configs(Problem("linear_attention", dtype, D, D), device) for D in (64, 128, 256)}
+            assert all(offered.values()) or kernel.name.endswith("backward_kv"), (kernel.name, dtype)
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 80, 96, 100, 112, 128, 160, 192, 224, 256, 272])
+def test_R09_every_head_dim_has_kernels_or_is_refused_in_words(width: int):
+    for other in (16, 100, 128, 256):
+        for k, v in ((width, other), (other, width)):
+            problem = Problem("linear_attention", "bfloat16", k, v, "cuda")
+            reason = refuse_sizes(problem)
+            if reason is not None:
+                assert "multiples of 16 up to 256" in reason and (k % 16 or v % 16 or max(k, v) > 256)
+                continue
+            assert all(_has_config(kernel, problem) for kernel in cuda.KERNELS)
+
+
+def _has_config(kernel: Kernel, problem: Problem) -> bool:
+    return bool(kernel.configs(problem, target.named("sm_86"))) or kernel.name.endswith("backward_kv")
+
+
+def test_R13_a_launch_goes_to_the_current_stream_of_its_device(monkeypatch: pytest.MonkeyPatch):
+    """Whichever that is at the call: nothing of it is remembered with the sizes."""
+    seen: list[Any] = []
+
+    class Recorder:
+        tensors, numbers = ("q", "k", "v", "o", "kv", "z", "slots"), ()
+
+        def addresses(self, *words: int) -> tuple[int, ...]:
+            return words
+
+        def fixed(self, *numbers: float) -> tuple[float, ...]:
+            return ()
+
+        def entry(self, block: Any) -> int:
+            seen.append(block[:2])
+            return 0
+
+    streams = iter((7, 8, 7))
+    monkeypatch.setattr(launchers, "current_stream", lambda device: next(streams))
+    recorder: Any = Recorder()
+    made = CudaLauncher(recorder, None)
+    for _ in range(3):
+        made.launch(made.pack({}), [torch.zeros(4)] * 6 + [None])
+    assert [stream for _, stream in seen] == [7, 8, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.usefixtures("nan_filled")
+def test_R14_padding_among_the_slots(dtype: torch.dtype):
+    """A batch larger than its live rows: padding gives zeros, and no row of the pool but the named ones changes."""
+    (q, k, v, _, _), _ = example(B=8, T=1)
+    (_, _, _, kv, z), _ = example(B=6, T=1, state=True)
+    slots = torch.tensor([3, 5, -1, -1, -1, -1, -1, -1], dtype=dtype)
+    before, out = (kv.clone(), z.clone()), torch.full_like(v, float("nan"))
+    CudaDecode({"linear_attention.decode": binary("decode", *FP32)})(q, k, v, kv, z, slots, Options(), out)
+    assert (out[2:] == 0).all() and out[:2].isfinite().all()
+    for now, was in zip((kv, z), before, strict=True):
+        assert torch.equal(now[[0, 1, 2, 4]], was[[0, 1, 2, 4]])
+        assert not torch.equal(now[3], was[3]) and not torch.equal(now[5], was[5])
