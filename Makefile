@@ -32,8 +32,9 @@ bench: $(READY) ## measure against other implementations, in one run
 gpu-check: ## check and time everything on an NVIDIA GPU, with PYTHON's torch; writes docs/measured/
 	$(PYTHON) -m benchmarks.gpu_check --save docs/measured $(ARGS)
 
-static-report: $(READY) ## registers, spills, traffic and bank conflicts of the CUDA kernels; needs no GPU
+static-report: $(READY) ## registers, spills, traffic and bank conflicts of the CUDA kernels, host cost of a call; no GPU
 	$(PY) -m benchmarks.static_report $(ARGS)
+	$(PY) -m benchmarks.host_cost
 
 lint: $(READY) ## check style and types; changes nothing
 	.venv/bin/ruff check .

@@ -33,7 +33,7 @@ def check(manifest: Mapping[str, Any], binary: bytes, expected: Sequence[str] = 
     Args:
         manifest: what the store keeps beside the binary.
         binary: the shared object.
-        expected: instructions that must be in its machine code, as the kernel names them; CUDA only.
+        expected: instructions that must be in its machine code, as the kernel names them, `A|B` for either; CUDA only.
     """
     complaints = check_usable(manifest, binary)
     # a manifest without these numbers has been complained about
@@ -65,7 +65,9 @@ def check_speed(manifest: Mapping[str, Any], expected: Sequence[str]) -> list[st
         complaints.append(f"{', '.join(expected)} expected; no disassembler was there to count instructions")
     elif counts is not None:
         complaints += [
-            f"no {name} in the machine code; the kernel expects it" for name in expected if not counts.get(name)
+            f"no {name.replace('|', ' or ')} in the machine code; the kernel expects it"
+            for name in expected
+            if not any(counts.get(word) for word in name.split("|"))
         ]
     return complaints
 

@@ -4,6 +4,7 @@ The binary is a real one: lowered, executed under the emulator, compiled, stored
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from autotune import build, cuda_build, emulator, target
+from autotune.cuda_toolkit import WATCHED
 from autotune.launcher.cuda import CudaBinary
+from autotune.target import SHARED_LIMIT
 from autotune.verify import VerificationError
 from linattn_tl import devices, loader, preload, registry, settings, trials, tuning
 from linattn_tl.ops.linear_attention import DECODE_OP, OP
@@ -21,7 +24,7 @@ from linattn_tl.registry import UnsupportedError
 from tests.autotune.cuda_binaries import HERE, Stub, build_stub
 from tl_kernels.linear_attention import cuda
 from tl_kernels.linear_attention.cuda_decode import DECODE
-from tl_kernels.spec import Problem
+from tl_kernels.spec import DTYPES, Problem
 
 K, V = 32, 48
 STEP = Problem("linear_attention_decode", "bfloat16", K, V, "cuda")
@@ -205,6 +208,15 @@ def test_a_wrong_kernel_is_not_stored(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(VerificationError):
         loader.build_and_store(DECODE, problem, device, wrong, DECODE.configs(problem, device)[0])
     assert list(loader.user_store().entries()) == []
+
+
+def test_expected_instructions_are_among_those_counted():
+    for kernel, arch in product(cuda.KERNELS, SHARED_LIMIT):
+        for dtype in DTYPES:
+            found = kernel.expects(STEP._replace(dtype=dtype), target.named(arch))
+            assert {word for name in found for word in name.split("|")} <= WATCHED.keys()
+    forward = next(k for k in cuda.KERNELS if k.name.endswith(".forward"))
+    assert forward.expects(STEP, target.named("sm_90a")) == ("HGMMA", "UTMALDG")
 
 
 # ---- what is built

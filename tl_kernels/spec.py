@@ -83,7 +83,8 @@ class Kernel:
     build(problem, config) returns a TileLang prim_func and imports tilelang itself;
     configs(problem, target) lists what may launch, best guess first, and imports nothing heavy.
     args and scalars name the prim_func's parameters for the CPU launcher.
-    expects(problem, target) names instructions that its CUDA binary must have: without them it is right, but slow.
+    expects(problem, target) names instructions that its CUDA binary must have, `A|B` for either: without them it is
+    right, but slow.
     """
 
     name: str  # "linear_attention.chunk_fwd"

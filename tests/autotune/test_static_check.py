@@ -136,6 +136,9 @@ def test_expected_instructions(plain: bytes):
     assert check_usable(sealed(without, plain), plain) == []
     (complaint,) = check(sealed(FORWARD, plain), plain, ("TCGEN05",))  # nobody counts it
     assert "no TCGEN05" in complaint
+    assert check(sealed(without, plain), plain, ("HGMMA|HMMA",)) == [], "one of them will do"
+    (complaint,) = check(sealed(without, plain), plain, ("HGMMA|TCGEN05",))
+    assert complaint == "no HGMMA or TCGEN05 in the machine code; the kernel expects it"
     uncounted = {key: value for key, value in FORWARD.items() if key != "instructions"}
     (complaint,) = check(sealed(uncounted, plain), plain, ("HGMMA", "UTMALDG"))
     assert "HGMMA, UTMALDG expected; no disassembler" in complaint

@@ -3,21 +3,20 @@
 TileLang takes seconds to lower a kernel, so each is lowered once and runs all its cases.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from autotune import cuda_build
 from autotune.emulator import Emulated
 from autotune.target import SHARED_LIMIT, named
 from autotune.verify import check_close
 from linattn_tl.ops.linear_attention.definition import Options, decode, packed, recurrent
+from tests.conftest import CACHE
+from tests.test_cuda_runner import lowered
 from tl_kernels.linear_attention import cuda, cuda_backward
 from tl_kernels.linear_attention.cuda_sizes import SLACK_BYTES, Blocks, blocks_smem_bytes
 from tl_kernels.spec import DTYPES, Problem

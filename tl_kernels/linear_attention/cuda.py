@@ -40,6 +40,7 @@ from tl_kernels.linear_attention.cuda_sizes import (
     blocks_of,
     fitting,
     padded,
+    tensor_cores,
     tile_dtype,
 )
 from tl_kernels.spec import Kernel, Problem, Target
@@ -588,11 +589,18 @@ def emit(p: Problem, c: Blocks):
     return emit_kernel
 
 
+def expects(p: Problem, target: Target) -> Sequence[str]:
+    """Of the forward kernel."""
+    if target.arch == "sm_90a" and p.dtype != "float32":
+        return ("HGMMA", "UTMALDG")
+    return tensor_cores(p, target)
+
+
 KERNELS = (
-    Kernel("linear_attention.forward", forward, configs),
-    Kernel("linear_attention.carry", carry, state_configs),
+    Kernel("linear_attention.forward", forward, configs, expects=expects),
+    Kernel("linear_attention.carry", carry, state_configs, expects=tensor_cores),
     Kernel("linear_attention.scan", scan, scan_configs),
-    Kernel("linear_attention.emit", emit, state_configs),
+    Kernel("linear_attention.emit", emit, state_configs, expects=tensor_cores),
     cuda_decode.DECODE,
     *cuda_backward.KERNELS,
 )

@@ -19,7 +19,7 @@ Gradients have a wide range, so that float16 is computed as float32 is: from two
 
 from collections.abc import Sequence
 
-from tl_kernels.linear_attention.cuda_sizes import Blocks, blocks_of, fitting, padded, tile_dtype
+from tl_kernels.linear_attention.cuda_sizes import Blocks, blocks_of, fitting, padded, tensor_cores, tile_dtype
 from tl_kernels.spec import Kernel, Problem, Target
 
 
@@ -443,12 +443,12 @@ def backward_v_all(p: Problem, c: Blocks):
 
 
 KERNELS = (
-    Kernel("linear_attention.backward_q", backward_q, configs_q),
-    Kernel("linear_attention.backward_kv", backward_kv, configs_kv),
-    Kernel("linear_attention.backward_k", backward_k, configs_q),
-    Kernel("linear_attention.backward_v", backward_v, configs_v),
-    Kernel("linear_attention.backward_q_all", backward_q_all, configs_q),
-    Kernel("linear_attention.backward_carry", backward_carry, configs_v),
-    Kernel("linear_attention.backward_k_all", backward_k_all, configs_q),
-    Kernel("linear_attention.backward_v_all", backward_v_all, configs_v),
+    Kernel("linear_attention.backward_q", backward_q, configs_q, expects=tensor_cores),
+    Kernel("linear_attention.backward_kv", backward_kv, configs_kv, expects=tensor_cores),
+    Kernel("linear_attention.backward_k", backward_k, configs_q, expects=tensor_cores),
+    Kernel("linear_attention.backward_v", backward_v, configs_v, expects=tensor_cores),
+    Kernel("linear_attention.backward_q_all", backward_q_all, configs_q, expects=tensor_cores),
+    Kernel("linear_attention.backward_carry", backward_carry, configs_v, expects=tensor_cores),
+    Kernel("linear_attention.backward_k_all", backward_k_all, configs_q, expects=tensor_cores),
+    Kernel("linear_attention.backward_v_all", backward_v_all, configs_v, expects=tensor_cores),
 )

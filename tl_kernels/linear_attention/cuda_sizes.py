@@ -35,6 +35,11 @@ class Blocks:
     stages: int = 0  # 1: a chunk is loaded while the one before is worked on; 0: when it is needed
 
 
+def tensor_cores(p: Problem, target: Target) -> Sequence[str]:
+    """What a kernel that multiplies tiles is slow without."""
+    return ("HGMMA|HMMA",)
+
+
 def blocks_of(width: int) -> list[int]:
     """Widths of a block that are worth a try, widest first."""
     return sorted({min(b, padded(width)) for b in (256, 128, 64, 32, 16)}, reverse=True)
