@@ -13,9 +13,12 @@ def offered(problem: Problem) -> tuple[Target, ...]:
     """What the problem's device can run binaries of, best first; empty where refuse says why."""
     if problem.device == "cpu":
         return target.offered()
-    if problem.device == "cuda" and torch.cuda.is_available():
-        return _cuda(problem.index)
-    return ()
+    return gpu(problem.index) if problem.device == "cuda" else ()
+
+
+def gpu(index: int = 0) -> tuple[Target, ...]:
+    """What a GPU can run binaries of, best first; empty without a GPU or for one that nothing is built for."""
+    return _cuda(index) if torch.cuda.is_available() else ()
 
 
 def refuse(problem: Problem) -> str | None:

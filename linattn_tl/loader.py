@@ -48,7 +48,6 @@ class Found:
     kernel: Kernel
     config: Any
     entry: Entry
-    device: str  # its type
 
 
 def find(kernel: Kernel, problem: Problem, device: Target) -> Found | None:
@@ -58,7 +57,7 @@ def find(kernel: Kernel, problem: Problem, device: Target) -> Found | None:
         for store in stores():
             entry = store.get(key)
             if entry is not None:
-                return Found(kernel, config, entry, device.device)
+                return Found(kernel, config, entry)
     return None
 
 
@@ -118,7 +117,7 @@ def load_launchers(compiled: Compiled, problem: Problem) -> tuple[Target, dict[s
     if found is None:
         raise FileNotFoundError(f"{problem.op}: its binaries were removed from {settings.cache_dir()}")
     device, binaries = found
-    launchers = {x.kernel.name: _opened(x.entry.path, x.kernel, x.config, x.device) for x in binaries}
+    launchers = {x.kernel.name: _opened(x.entry.path, x.kernel, x.config, device.device) for x in binaries}
     if problem.device == "cuda":
         _preload(launchers, problem)
     return device, launchers
@@ -190,9 +189,14 @@ def build_and_store(kernel: Kernel, problem: Problem, device: Target, verify: Ve
     """
     can_run = device.device == "cuda" or device.arch in [t.arch for t in target.offered()]
     start = time.perf_counter()
-    make = _make_cuda if device.device == "cuda" else _make_cpu
+
+    def make(path: Path) -> dict[str, Any]:
+        if device.device == "cuda":
+            return _make_cuda(kernel, problem, config, device, path, verify)
+        return _make_cpu(kernel, problem, config, device, path, verify, can_run)
+
     key = build.binary_key(kernel, problem, config, device, checked=verify is not None and can_run)
-    entry = user_store().put(key, lambda path: make(kernel, problem, config, device, path, verify, can_run))
+    entry = user_store().put(key, make)
     log.info("%s %s: built and verified in %.1f s", kernel.name, problem.dtype, time.perf_counter() - start)
     return entry
 
@@ -210,7 +214,7 @@ def _make_cpu(
 
 
 def _make_cuda(
-    kernel: Kernel, problem: Problem, config: Any, device: Target, path: Path, verify: Verify | None, can_run: bool
+    kernel: Kernel, problem: Problem, config: Any, device: Target, path: Path, verify: Verify | None
 ) -> dict[str, Any]:
     from autotune import cuda_build
     from autotune.emulator import Emulated

@@ -279,7 +279,7 @@ def make_wheel(archs: Sequence[str], folder: Path, progress: Progress) -> Made:
         if contents.rows:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary, f"{contents.arch}.json")
-                write_merged_table(contents.arch, path)
+                table.write_rows(path, contents.arch, contents.rows)
                 files[f"{TABLES}/{path.name}"] = path.read_bytes()
     tag = wheel.platform_tag(glibc)
     path = wheel.write(folder, DISTRIBUTION, linattn_tl.__version__, tag, files, info, progress)

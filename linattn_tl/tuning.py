@@ -31,11 +31,8 @@ def make_plan(
     """
     device = _device(arch)
     _check(device, dtypes, dims)
-    families = trials.families(device.device)
-    for op in ops or ():
-        if op not in families:
-            raise ValueError(f"op is {op!r}; expected one of {', '.join(families)}")
-    chosen = [k for k in trials.all_kernels(device.device) if ops is None or k.op in ops]
+    families = _families(device, ops)
+    chosen = [k for k in trials.all_kernels(device.device) if k.op in families]
     wanted = lambda kernel, problem: kernel.name in {k.name for k in trials.needed_kernels(problem, device)}  # noqa: E731
     jobs = jobs or target.usable_cores()
     return Plan(chosen, list(dtypes), list(dims), device, budget_s, jobs, checked, wanted)
@@ -51,10 +48,19 @@ def _check(device: Target, dtypes: Sequence[str], dims: Sequence[tuple[int, int]
             raise ValueError(f"head dims are {K}x{V}; expected 1 to {MAX_HEAD_DIM}")
 
 
+def _families(device: Target, ops: Sequence[str] | None) -> list[str]:
+    """The named families, or all that have kernels for the device. ValueError for one that has none."""
+    known = trials.families(device.device)
+    for op in ops or ():
+        if op not in known:
+            raise ValueError(f"op is {op!r}; expected one of {', '.join(known)}")
+    return [f for f in known if ops is None or f in ops]
+
+
 def _device(arch: str) -> Target:
     """A device of this machine: its CPU, or a GPU that torch sees."""
     cpus = target.offered()
-    gpus = devices.offered(Problem("", "", 0, 0, "cuda"))[:1]
+    gpus = devices.gpu()[:1]
     if arch == "native" and not cpus:
         raise RuntimeError("this CPU has no compiled kernels: neither x86-64-v3 nor x86-64-v4")
     for device in cpus if arch == "native" else (*cpus, *gpus):
@@ -113,9 +119,7 @@ def build_best(
     tasks: list[Task] = []
     for device in (target.named(a) for a in archs):
         _check(device, dtypes, dims)
-        families = [f for f in trials.families(device.device) if ops is None or f in ops]
-        if not families:
-            raise ValueError(f"ops are {', '.join(ops or ())}; expected {', '.join(trials.families(device.device))}")
+        families = _families(device, ops)
         for problem in (Problem(f, d, K, V, device.device) for f in families for d in dtypes for K, V in dims):
             tasks += _build_tasks(problem, device, every_config)
     tasks = list(dict.fromkeys(tasks))

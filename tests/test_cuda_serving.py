@@ -17,7 +17,7 @@ from autotune.cuda_toolkit import WATCHED
 from autotune.launcher.cuda import CudaBinary
 from autotune.target import SHARED_LIMIT
 from autotune.verify import VerificationError
-from linattn_tl import devices, loader, preload, registry, settings, trials, tuning
+from linattn_tl import devices, loader, preload, registry, trials, tuning
 from linattn_tl.ops.linear_attention import DECODE_OP, OP
 from linattn_tl.ops.linear_attention.cuda import CudaDecode
 from linattn_tl.registry import UnsupportedError
@@ -82,7 +82,7 @@ def step() -> loader.Found:
     problem, device = STEP._replace(op="linear_attention"), target.named("sm_80")
     config = DECODE.configs(problem, device)[0]
     entry = loader.build_and_store(DECODE, problem, device, DECODE_OP.compiled["cuda"].trial.check, config)
-    return loader.Found(DECODE, config, entry, "cuda")
+    return loader.Found(DECODE, config, entry)
 
 
 # ---- devices
@@ -244,6 +244,13 @@ def test_a_build_for_head_dims_that_no_kernel_has():
         tuning.build_best(["sm_80"], ["bfloat16"], [(40, 40)])
 
 
+def test_a_build_for_a_family_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    """Beside one that is there too: nothing is left out without a word."""
+    monkeypatch.setattr(tuning, "run_tasks", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(ValueError, match="op is 'quadratic'; expected one of linear_attention"):
+        tuning.build_best(["sm_80"], ["bfloat16"], ops=["linear_attention", "quadratic"])
+
+
 def test_a_build_without_the_toolkit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "missing_tools", lambda device: "nvcc was not found")
     with pytest.raises(RuntimeError, match="kernels for sm_80 cannot be built here: nvcc was not found"):
@@ -259,4 +266,4 @@ def test_preload_of_a_gpu(gpus: Pretend, stubbed: Stub, step: loader.Found, monk
         "linear_attention bfloat16": "binary",
         "linear_attention_decode bfloat16": "binary",
     }
-    assert [p.device for p in asked] == ["cuda", "cuda"] and settings.cache_dir()
+    assert [p.device for p in asked] == ["cuda", "cuda"]

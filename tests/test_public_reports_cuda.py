@@ -48,6 +48,10 @@ def test_R10_no_config_needs_more_shared_memory_than_its_architecture_has(arch: 
     assert device.smem_bytes == SHARED_LIMIT[arch]
     for kernel in cuda.KERNELS:
         for dtype in DTYPES:
+            if kernel.name.endswith(".forward"):
+                problems = [Problem("linear_attention", dtype, D, D) for D in (64, 128, 256)]
+                needs = [cuda.smem_bytes(p, c) for p in problems for c in kernel.configs(p, device)]
+                assert max(needs) <= SHARED_LIMIT[arch], (kernel.name, dtype)
             offered = {D: kernel.configs(Problem("linear_attention", dtype, D, D), device) for D in (64, 128, 256)}
             assert all(offered.values()) or kernel.name.endswith("backward_kv"), (kernel.name, dtype)
 

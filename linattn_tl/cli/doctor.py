@@ -31,7 +31,7 @@ def examine(dim: int) -> dict[str, Any]:
 
     device = target.native()
     tools = build.tools()
-    gpus = [devices.offered(Problem("", "", 0, 0, "cuda", i)) for i in range(torch.cuda.device_count())]
+    gpus = [devices.gpu(i) for i in range(torch.cuda.device_count())]
     served = {}
     for where in ("cpu", "cuda") if gpus else ("cpu",):
         for op in registry.all_ops().values():
