@@ -23,7 +23,12 @@ demo: $(READY) ## run examples/demo.py, which writes to demo_output/
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(READY) ## run the tests
-	$(PY) -m pytest -q -rs --durations=10 $(ARGS)
+	@echo "[1/2] tests, a process a core"
+	@$(PY) -m pytest -q -rs --durations=10 -n auto --maxprocesses 4 --dist worksteal -m "not timing" $(ARGS); \
+	a=$$?; [ $$a = 0 ] || [ $$a = 5 ] || exit $$a; \
+	echo "[2/2] tests that measure time, alone"; \
+	$(PY) -m pytest -q -rs -m timing $(ARGS); \
+	b=$$?; [ $$b = 0 ] || [ $$b$$a = 50 ] || exit $$b
 
 bench: $(READY) ## measure against other implementations, in one run
 	$(PY) -m benchmarks.run $(ARGS)

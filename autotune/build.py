@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from autotune.launcher import cpu as launcher
+from autotune.launcher import repeat
 from autotune.store import make_key
 from autotune.target import GCC_MARCH
 from tl_kernels.spec import Kernel, Problem, Target, config_dict
@@ -76,6 +77,7 @@ def fingerprint(op: str) -> str:
         *(file for file in sorted(family.glob("*.py")) if not file.name.startswith("cuda")),
         *(ROOT / "tl_kernels" / name for name in ("spec.py", "macros.py", "tile.h")),
         launcher.HEADER,
+        repeat.HEADER,
         Path(launcher.__file__),
         Path(__file__),  # passes, pinned TileLang; not the g++ version: binaries must be found where there is none
     ]

@@ -18,6 +18,7 @@ from autotune import cuda_toolkit
 from autotune.build import TILELANG, BuildError, tools
 from autotune.cuda_toolkit import Cubin, toolkit
 from autotune.launcher import cuda as launcher
+from autotune.launcher import repeat
 from autotune.launcher.cuda import About, KernelFunction, LauncherError
 from autotune.store import make_key
 from autotune.target import SHARED_LIMIT
@@ -72,6 +73,7 @@ def fingerprint(op: str) -> str:
         *(cpu_build.ROOT / "tl_kernels" / name for name in ("spec.py", "cuda_macros.py")),
         launcher.HEADER,
         launcher.DRIVER_HEADER,
+        repeat.HEADER,
         Path(launcher.__file__),
         LOWERING,
         Path(cuda_toolkit.__file__),
@@ -124,7 +126,7 @@ def build(
 ) -> dict[str, object]:
     """Build one binary at out and return its manifest. Raises BuildError when a tool is missing or fails."""
     start = time.perf_counter()
-    said = build_lowered(lowered or lower(kernel, problem, config, target), out, kernel.name)
+    said = build_lowered(lowered or lower(kernel, problem, config, target), out, kernel.name, kernel.whole)
     return {
         **said,
         "dtype": problem.dtype,
@@ -154,17 +156,17 @@ def build_function(func: Any, arch: str, out: Path, name: str = "") -> dict[str,
     return build_lowered(lower_function(func, arch, name), out, name)
 
 
-def build_lowered(lowered: "Lowered", out: Path, name: str = "") -> dict[str, object]:
-    """As build_function, of a function that is lowered already."""
+def build_lowered(lowered: "Lowered", out: Path, name: str = "", whole: bool = False) -> dict[str, object]:
+    """As build_function, of a function that is lowered already. whole: as in Kernel."""
     name = name or lowered.name
     try:
         cubin = cuda_toolkit.compile_cubin(lowered.kernel_source, lowered.arch)
-        return link(lowered, cubin, out, name)
+        return link(lowered, cubin, out, name, whole)
     except BuildError as error:
         raise BuildError(f"{name}: {error}") from error
 
 
-def link(lowered: "Lowered", cubin: Cubin, out: Path, name: str) -> dict[str, object]:
+def link(lowered: "Lowered", cubin: Cubin, out: Path, name: str, whole: bool = False) -> dict[str, object]:
     """Make the shared object of a lowered function and its machine code; its manifest. Raises BuildError."""
     about = About(
         name,
@@ -175,6 +177,7 @@ def link(lowered: "Lowered", cubin: Cubin, out: Path, name: str) -> dict[str, ob
             *((p.name, p.c_type) for p in lowered.parameters if p.kind == "scalar"),
             *((s.name, s.c_type) for s in lowered.symbols),
         ),
+        whole,
     )
     arguments = [*((p.name, p.c_type) for p in lowered.parameters), *((s.name, s.c_type) for s in lowered.symbols)]
     try:

@@ -40,7 +40,7 @@ class _Recorder:
 
     def launch(self) -> Callable[[], object]:
         """The same launch again, with everything already packed."""
-        return lambda: self.binary._entry(self.block)
+        return lambda: self.binary.entry(self.block)
 
 
 def overhead_us(rounds: int) -> dict[str, tuple[float, float]]:

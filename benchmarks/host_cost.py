@@ -8,6 +8,9 @@ CPU build: the index of a tensor's device, and the current stream's handle.
 So this is the cost of the Python and C++ between a caller and the driver, not that of a launch. It is CPU time of the
 calling thread, which leaves out the time that others have the processor for, but not what they do to its caches; the
 table's last column is in units of a call that does nothing but ask for the addresses of seven tensors.
+
+A call is timed as a loop makes it, time after time with tensors of the same layouts (linattn_tl/repeats.py); rows "with
+all checks" show what the first ones cost, which includes reading slots that lie in CPU memory, but not on a GPU.
 """
 
 import argparse
@@ -24,13 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autotune import build, cuda_build, target
 from autotune.launcher.cuda import CudaBinary
 from autotune.store import Store
-from linattn_tl import launchers, settings
+from linattn_tl import launchers, linear_attention, linear_attention_decode, registry, settings
 from linattn_tl.launchers import CudaLauncher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options
@@ -42,9 +46,12 @@ PROBLEM = Problem("linear_attention", "bfloat16", 64, 64, "cuda")
 MULTIPROCESSORS = 132
 B, T, H = 8, 256, 8  # enough programs that no sequence is cut
 SLOTS = 32
-UNIT, DECODE = "7 x data_ptr(), the unit", "CudaDecode"  # rows of the table
-FORWARD, OUTPUT = "CudaRunner.forward, keep=False", "  of which torch.empty of o"
-FORWARD_KEPT, OUTPUTS = "CudaRunner.forward, keep=True", "  of which torch.empty of o and den"
+UNIT = "7 x data_ptr(), the unit"  # rows of the table
+DECODE = "linear_attention_decode, out given"
+DECODE_MADE, FORWARD = "linear_attention_decode", "linear_attention"
+EMPTY = "  of which torch.empty_like"
+DECODE_CHECKED, FORWARD_CHECKED = "linear_attention_decode with all checks", "linear_attention with all checks"
+FORWARD_STATE = "linear_attention, states in and out"
 
 DRIVER = f"""
 #include <stdint.h>
@@ -114,12 +121,31 @@ def stand_ins() -> Iterator[None]:
 
 # ---- the calls
 
+Calls = dict[str, Callable[[], object]]
+
 
 def _tokens(*sizes: int) -> torch.Tensor:
     return torch.zeros(*sizes, dtype=getattr(torch, PROBLEM.dtype))
 
 
-def decode_calls() -> dict[str, Callable[[], object]]:
+def _serve(op: str, runner: Any) -> None:
+    """Have the public op come to this runner for our problem, as it would on a GPU."""
+    registry._state.chosen[(PROBLEM._replace(op=op, device="cpu"), "auto")] = registry.Choice("binary", runner)
+
+
+def _checked(x: torch.Tensor) -> torch.Tensor:
+    """x as what no call is made again with."""
+    return torch.nn.Parameter(x, requires_grad=False)
+
+
+def _known(call: Callable[[], object]) -> Callable[[], object]:
+    """A call that has been made often enough to be made again without its checks."""
+    for _ in range(3):
+        call()
+    return call
+
+
+def decode_calls() -> Calls:
     """One token of B sequences, out of a pool, from the barest call up."""
     q, k, v = _tokens(B, H, PROBLEM.K), _tokens(B, H, PROBLEM.K), _tokens(B, H, PROBLEM.V)
     kv, z = torch.zeros(SLOTS, H, PROBLEM.K, PROBLEM.V), torch.zeros(SLOTS, H, PROBLEM.K)
@@ -128,50 +154,54 @@ def decode_calls() -> dict[str, Callable[[], object]]:
     out, opt, one = torch.empty_like(v), Options(output_final_state=True), launcher("decode")
     run = CudaDecode({"linear_attention.decode": one})
     run(q, k, v, kv, z, slots, opt, out)  # so that a block of numbers is kept
-    packed = next(plan[0] for plan in one.kept.values())
+    packed = next(iter(one.kept.values()))
     tensors = (q, k, v, out, kv, z, slots)
     block = one.binary.addresses(0, 0, *(x.data_ptr() for x in tensors)) + packed
-    entry, layer, rows = one.binary.entry, [x[:, 1] for x in whole], (kv[:B], z[:B])
+    entry, checked = one.binary.entry, _checked(q)
+    state, rows, layer = (kv, z), (kv[:B], z[:B]), (whole[0][:, 1], whole[1][:, 1])
+    _serve("linear_attention_decode", run)
+    public = {
+        DECODE: lambda: linear_attention_decode(q, k, v, state, slots=slots, out=out),
+        DECODE_MADE: lambda: linear_attention_decode(q, k, v, state, slots=slots),
+        "  without slots": lambda: linear_attention_decode(q, k, v, rows, out=out),
+        "  int64 slots": lambda: linear_attention_decode(q, k, v, state, slots=wide, out=out),
+        "  a layer of a larger pool": lambda: linear_attention_decode(q, k, v, layer, slots=slots, out=out),
+    }
     return {
-        # one by one, as the runners do
-        UNIT: lambda: (
+        UNIT: lambda: (  # one by one, as the runners do
             (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
             (kv.data_ptr(), z.data_ptr(), slots.data_ptr()),
         ),
         "bare call by ctypes": lambda: entry(block),
         "CudaLauncher.launch, 7 tensors": lambda: one.launch(packed, tensors),
-        DECODE: lambda: run(q, k, v, kv, z, slots, opt, out),
-        "CudaDecode without slots": lambda: run(q, k, v, *rows, None, opt, out),
-        "CudaDecode, int64 slots": lambda: run(q, k, v, kv, z, wide, opt, out),
-        "CudaDecode, a layer of a larger pool": lambda: run(q, k, v, *layer, slots, opt, out),
-    }
-
-
-def forward_calls() -> dict[str, Callable[[], object]]:
-    """A causal pass over B sequences, and what torch takes of it to make the outputs."""
-    q, k, v = (_tokens(B, T, H, width) for width in (PROBLEM.K, PROBLEM.K, PROBLEM.V))
-    inputs, opt = (q, k, v, None, None), Options()
-    run = CudaRunner({"linear_attention.forward": launcher("forward")}, MULTIPROCESSORS)
-    return {
-        FORWARD: lambda: run.forward(inputs, None, opt, keep=False),
-        OUTPUT: lambda: torch.empty_like(v),
-        FORWARD_KEPT: lambda: run.forward(inputs, None, opt),
-        OUTPUTS: lambda: (
-            torch.empty_like(v),
-            torch.empty(B, T, H, dtype=torch.float32, device=q.device),
+        **{name: _known(call) for name, call in public.items()},
+        "linear_attention_decode with all checks": lambda: linear_attention_decode(
+            checked, k, v, state, slots=slots, out=out
         ),
     }
 
 
-def backward_calls() -> dict[str, Callable[[], object]]:
-    """Gradients of q, k and v: two launches, and five tensors of torch's making."""
+def forward_calls() -> Calls:
+    """A causal pass over B sequences, and gradients of q, k and v."""
     q, k, v = (_tokens(B, T, H, width) for width in (PROBLEM.K, PROBLEM.K, PROBLEM.V))
-    inputs, opt = (q, k, v, None, None), Options()
-    stages = ("forward", "backward_q", "backward_kv")
+    state = torch.zeros(B, H, PROBLEM.K, PROBLEM.V), torch.zeros(B, H, PROBLEM.K)
+    inputs, opt, stages = (q, k, v, None, None), Options(), ("forward", "backward_q", "backward_kv")
     run = CudaRunner({f"linear_attention.{stage}": launcher(stage) for stage in stages}, MULTIPROCESSORS)
     results, saved = run.forward(inputs, None, opt)
     grads, needs = (torch.zeros_like(v), None, None), (True, True, True, False, False)
-    return {"CudaRunner.backward, q k v": lambda: run.backward(inputs, results, saved, None, grads, needs, opt)}
+    checked = _checked(q)
+    _serve("linear_attention", run)
+    public = {
+        FORWARD: lambda: linear_attention(q, k, v),
+        EMPTY: lambda: torch.empty_like(v),
+        FORWARD_STATE: lambda: linear_attention(q, k, v, initial_state=state, output_final_state=True),
+    }
+    return {
+        **{name: _known(call) for name, call in public.items()},
+        FORWARD_CHECKED: lambda: linear_attention(checked, k, v),
+        "CudaRunner.forward for a backward": lambda: run.forward(inputs, None, opt),
+        "CudaRunner.backward, q k v": lambda: run.backward(inputs, results, saved, None, grads, needs, opt),
+    }
 
 
 # ---- timing and telling
@@ -187,16 +217,19 @@ def measure(calls: Mapping[str, Callable[[], object]], rounds: int = 200, number
     """CPU time of one call, in turns, so that what slows the machine meanwhile slows them all."""
     timers = {name: timeit.Timer(call, timer=time.thread_time) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    with stand_ins():
-        for _ in range(rounds):
-            for name, timer in timers.items():
-                samples[name].append(1e6 * timer.timeit(number) / number)
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            samples[name].append(1e6 * timer.timeit(number) / number)
     return {name: Cost(statistics.median(x), min(x)) for name, x in samples.items()}
 
 
-def all_calls() -> dict[str, Callable[[], object]]:
-    with stand_ins():  # making them calls some of them once
-        return {**decode_calls(), **forward_calls(), **backward_calls()}
+@contextlib.contextmanager
+def all_calls() -> Iterator[Calls]:
+    """The calls, and the surroundings they need."""
+    registry.forget_choices()
+    with stand_ins(), torch.no_grad():
+        yield {**decode_calls(), **forward_calls()}
+    registry.forget_choices()
 
 
 def table(costs: Mapping[str, Cost]) -> str:
@@ -214,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if cuda_build.missing():
         print(f"kernels for {ARCH} cannot be built here: {cuda_build.missing()}", file=sys.stderr)
         return 1
-    costs = measure(all_calls())
+    with all_calls() as calls:
+        costs = measure(calls)
     print(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1) if args.json else table(costs))
     return 0
 

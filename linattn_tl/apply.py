@@ -13,20 +13,31 @@ Three ways in, cheapest first: no gradient wanted - the runner itself; gradient 
 are not plain memory (torch.compile, fake tensors, dispatch modes) - a library op, whose fake half is the op's `meta`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from linattn_tl import registry
-from linattn_tl.registry import Op, Problem
+from linattn_tl.registry import Choice, Op, Problem
 
 _functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 _LIBRARY = torch.library.Library("linattn_tl", "FRAGMENT")
 
 
-def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options: Any, backend: str) -> tuple[Any, ...]:
-    """Compute op on checked inputs. Returns the op's outputs, None where not asked for."""
+def apply(
+    op: Op,
+    problem: Problem,
+    inputs: Sequence[Any],
+    lengths: Any,
+    options: Any,
+    backend: str,
+    remember: Callable[[Choice, Sequence[Any]], None] | None = None,
+) -> tuple[Any, ...]:
+    """Compute op on checked inputs. Returns the op's outputs, None where not asked for.
+
+    remember(choice, outputs) is told of a plain call that compiled kernels have served, see linattn_tl.repeats.
+    """
     if traced(*inputs[:3]):
         return _library_call(op, inputs, lengths, options, backend)
     if transformed():
@@ -47,7 +58,10 @@ def apply(op: Op, problem: Problem, inputs: Sequence[Any], lengths: Any, options
         return choice.runner.forward(inputs, lengths, options)[0]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Apply.apply(choice.runner, op, lengths, options, *inputs)
-    return choice.runner.forward(inputs, lengths, options, keep=False)[0]
+    outputs = choice.runner.forward(inputs, lengths, options, keep=False)[0]
+    if remember is not None and choice.backend in registry.COMPILED:
+        remember(choice, outputs)
+    return outputs
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -4,14 +4,16 @@ A family's runner decides which kernel, which sizes and which tensors; it is the
 """
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from autotune.launcher.cuda import CudaBinary
+from autotune.launcher.repeat import Argument, Call
+from linattn_tl.repeats import launched
 
 if TYPE_CHECKING:
     from autotune.emulator import Emulated
@@ -40,6 +42,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def call(self, packed: Any, tensors: Sequence[Argument]) -> Call | None:
+        """How to make a launch again, see linattn_tl.repeats, or None. A tensor's word is its place in launch's."""
+        ...
+
 
 class CudaLauncher:
     """A loaded binary as a Launcher."""
@@ -52,16 +58,16 @@ class CudaLauncher:
     def pack(self, numbers: Mapping[str, float]) -> bytes:
         return self.binary.fixed(*[numbers[name] for name in self.binary.numbers])
 
-    def launch(
-        self, packed: bytes, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int] | None = None
-    ) -> None:
-        """addresses: data_ptr() of the tensors, 0 for None, from a caller who has asked for them already."""
+    def launch(self, packed: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
         device = device_index(tensors[0])
-        if addresses is None:
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
         status = self._entry(self._addresses(device, current_stream(device), *addresses) + packed)
         if status:
-            raise self.binary.failure(status)
+            self.binary.fail(status)
+
+    def call(self, packed: bytes, tensors: Sequence[Argument]) -> Call:
+        block = self._addresses(0, 0, *[0] * len(self.binary.tensors)) + packed
+        return launched(self.binary, block, tensors, "cuda", place=0, alignment=ALIGNMENT)
 
 
 class EmulatedLauncher:
@@ -98,6 +104,9 @@ class EmulatedLauncher:
         run = self._called.check if self.every_schedule else self._called
         run(*arguments, count=False).assert_clean()
 
+    def call(self, packed: Any, tensors: Sequence[Argument]) -> None:
+        return None
+
     def _memory(self, parameter: Any, x: torch.Tensor | None, packed: Mapping[str, float]) -> torch.Tensor:
         """All that the kernel may touch of x, by the numbers alone, from its first element to its last."""
         shape = [int(packed[d]) if isinstance(d, str) else d for d in parameter.shape]
@@ -127,9 +136,9 @@ def _by_numbers(emulated: "Emulated") -> "Emulated":
 
     lowered, called = emulated.lowered, copy.copy(emulated)
     flat = [
-        dataclasses.replace(p, shape=(f"elements of {p.name}",), strides=()) if p.kind == "tensor" else p
+        replace(p, shape=(f"elements of {p.name}",), strides=()) if p.kind == "tensor" else p
         for p in lowered.parameters
     ]
     sizes = [Parameter(s.name, "scalar", s.c_type, s.c_type) for s in lowered.symbols]
-    called.lowered = dataclasses.replace(lowered, parameters=(*flat, *sizes), symbols=())
+    called.lowered = replace(lowered, parameters=(*flat, *sizes), symbols=())
     return called

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from autotune.build import BuildError
-from linattn_tl import devices, settings
+from linattn_tl import devices, repeats, settings
 from tl_kernels.spec import Kernel, Problem, Target
 
 log = logging.getLogger("linattn_tl")
@@ -96,7 +96,6 @@ class UnsupportedError(RuntimeError):
 @dataclass
 class _State:
     chosen: dict[tuple[Problem, str], Choice] = field(default_factory=dict)
-    last: dict[str, str] = field(default_factory=dict)
     said: set[tuple[str, str]] = field(default_factory=set)
     counters: Counter = field(default_factory=Counter)
 
@@ -116,17 +115,18 @@ def stats() -> dict[str, int]:
 def last_backend(op: str) -> str | None:
     """The backend that served the last call of op, or None before the first."""
     get_op(op)
-    return _state.last.get(op)
+    return repeats.last_backend.get(op)
 
 
 def note_backend(op: str, backend: str) -> None:
-    _state.last[op] = backend
+    repeats.last_backend[op] = backend
 
 
 def forget_choices() -> None:
     """Choose anew on the next call: after binaries were added, or the settings changed."""
     _state.chosen.clear()
     _state.said.clear()
+    repeats.forget()
 
 
 def choose(op: Op, problem: Problem, backend: str = "auto") -> Choice:

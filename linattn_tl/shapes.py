@@ -63,6 +63,12 @@ def span(x: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * x.element_size()
 
 
+def shares_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether x and one of the others may have a byte in common: by their first and last bytes."""
+    begin, end = span(x)
+    return any(begin < other_end and other_begin < end for other_begin, other_end in map(span, others))
+
+
 def check_heads(op: str, H: int, HV: int) -> None:
     if H < 1 or HV % H:
         raise ValueError(f"{op}: v has HV = {HV} heads; expected a multiple of H = {H} (H from q)")

@@ -3,6 +3,7 @@
 The binary is a real one: lowered, executed under the emulator, compiled, stored and loaded.
 """
 
+import struct
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -17,11 +18,12 @@ from autotune.cuda_toolkit import WATCHED
 from autotune.launcher.cuda import CudaBinary
 from autotune.target import SHARED_LIMIT
 from autotune.verify import VerificationError
-from linattn_tl import devices, loader, preload, registry, trials, tuning
+from linattn_tl import devices, launchers, linear_attention_decode, loader, preload, registry, repeats, trials, tuning
+from linattn_tl.ops import linear_attention as linear_attention_family
 from linattn_tl.ops.linear_attention import DECODE_OP, OP
 from linattn_tl.ops.linear_attention.cuda import CudaDecode
 from linattn_tl.registry import UnsupportedError
-from tests.autotune.cuda_binaries import HERE, Stub, build_stub
+from tests.autotune.cuda_binaries import HERE, Stub, build_stub, words
 from tl_kernels.linear_attention import cuda
 from tl_kernels.linear_attention.cuda_decode import DECODE
 from tl_kernels.spec import DTYPES, Problem
@@ -217,6 +219,81 @@ def test_expected_instructions_are_among_those_counted():
             assert {word for name in found for word in name.split("|")} <= WATCHED.keys()
     forward = next(k for k in cuda.KERNELS if k.name.endswith(".forward"))
     assert forward.expects(STEP, target.named("sm_90a")) == ("HGMMA", "UTMALDG")
+
+
+# ---- a step that is made again, see linattn_tl/repeats.py
+
+P, B, H, HV = 5, 3, 2, 4
+
+
+@pytest.fixture
+def stepping(
+    gpus: Pretend, stubbed: Stub, step: loader.Found, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
+    """Arguments of the public step, in CPU memory, which comes to the CUDA runner and is known; no GPU needs them."""
+    gpus((8, 0))
+    runner = registry.choose(DECODE_OP, STEP).runner
+    registry._state.chosen[(STEP._replace(device="cpu"), "auto")] = registry.Choice("binary", runner)
+    monkeypatch.setattr(launchers, "device_index", lambda x: 0)
+    monkeypatch.setattr(launchers, "current_stream", lambda index: 0)
+    stubbed.expect_sizes(*[8] * 7)
+    arguments = step_arguments()
+    for _ in range(repeats.KEEP_AT):
+        linear_attention_decode(**arguments)
+    monkeypatch.setattr(linear_attention_family, "_step", lambda *args: pytest.fail("went the whole way"))
+    stubbed.lines()
+    yield arguments
+
+
+def step_arguments() -> dict[str, Any]:
+    q, k, v = (torch.randn(B, heads, d).bfloat16() for heads, d in ((H, K), (H, K), (HV, V)))
+    pool = torch.zeros(P, 2, HV, K, V), torch.zeros(P, 2, H, K)  # of two layers
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32)
+    return {"q": q, "k": k, "v": v, "state": (pool[0][:, 1], pool[1][:, 1]), "slots": slots, "out": torch.empty_like(v)}
+
+
+def launched_with(stubbed: Stub) -> list[str]:
+    """The tensors' addresses that the first of a step's two launches got; the kernel sorts them by name."""
+    first, _ = stubbed.lines("launch")
+    return words(first, "parameters")
+
+
+def addresses(arguments: dict[str, Any]) -> list[str]:
+    kv, z = arguments["state"]
+    tensors = (arguments["k"], kv, arguments["out"], arguments["q"], arguments["slots"], arguments["v"], z)
+    return [struct.pack("<q", x.data_ptr()).hex() for x in tensors]
+
+
+def test_a_step_is_made_again_with_other_tensors(stepping: dict[str, Any], stubbed: Stub):
+    first = linear_attention_decode(**stepping)
+    assert first is stepping["out"] and launched_with(stubbed) == addresses(stepping)
+    others = step_arguments()
+    linear_attention_decode(**others)
+    assert launched_with(stubbed) == addresses(others)
+    made = linear_attention_decode(**{**others, "out": None})
+    assert launched_with(stubbed) == addresses({**others, "out": made})
+    assert made.shape == others["v"].shape and made.dtype == torch.bfloat16
+    assert registry.last_backend("linear_attention_decode") == "binary"
+
+
+def test_a_step_that_the_driver_refuses(stepping: dict[str, Any], stubbed: Stub):
+    versions = [x._version for x in stepping["state"]]
+    stubbed.fail_at("cuLaunchKernelEx", 700)
+    with pytest.raises(RuntimeError, match=r"linear_attention\.decode.*cuLaunchKernelEx.*700"):
+        linear_attention_decode(**stepping)
+    assert [x._version for x in stepping["state"]] == versions
+
+
+@pytest.mark.parametrize("name", ["q", "out"])
+def test_a_tensor_at_an_address_that_kernels_do_not_take(
+    stepping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
+):
+    x = stepping[name]
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    seen: list[Any] = []
+    monkeypatch.setattr(linear_attention_family, "_step", lambda *args: seen.append(args))
+    linear_attention_decode(**{**stepping, name: shifted})
+    assert len(seen) == 1
 
 
 # ---- what is built

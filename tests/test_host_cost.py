@@ -1,37 +1,33 @@
-"""What a call costs the host before the driver has it, by benchmarks/host_cost.py.
+"""What a call of a public op costs the host before the driver has it, by benchmarks/host_cost.py.
 
-The goal is 2 us for decode and 5 us for a forward pass. Neither is reached on the machine that this was written on, a
-shared one, where decode took 4.5 us at best and data_ptr() of one tensor 0.09: the calls of tensors' methods that the
-checks need are most of it. So what is held fast here is how many those are, which no noise changes, and the time in
-units of seven calls of data_ptr(), which a slow machine takes longer for, too.
+The goal is 2 us for a step and 5 us for a pass. Where this was written, a shared machine on which data_ptr() of one
+tensor takes 0.08 us, a step took 1.9 to 2.0 us and a pass 2.9, of which torch's allocation of its output was 0.9. What
+is held fast here does not depend on the machine as much: how many functions Python enters, and the time in units of
+seven calls of data_ptr().
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from autotune import cuda_build
 from benchmarks import host_cost
-from benchmarks.host_cost import DECODE, FORWARD, FORWARD_KEPT, OUTPUT, OUTPUTS, UNIT
+from benchmarks.host_cost import DECODE, DECODE_MADE, EMPTY, FORWARD, UNIT
 
-MOST_CALLS = {  # of Python functions, of C functions; properties are not counted
-    DECODE: (2, 24),
-    FORWARD: (4, 15),
-    FORWARD_KEPT: (4, 17),
-}
-MOST_UNITS = {DECODE: 10.0, FORWARD: 9.0, FORWARD_KEPT: 10.0}  # half as much again as was measured; forward net of
-ALLOCATION = {FORWARD: OUTPUT, FORWARD_KEPT: OUTPUTS}  # what torch takes for the outputs
+MOST_CALLS = {DECODE: (3, 2), DECODE_MADE: (3, 2), FORWARD: (3, 2)}  # of Python functions, of C functions
+MOST_UNITS = {DECODE: 5.5, DECODE_MADE: 5.5, FORWARD: 5.5}  # half as much again as was measured, net of
+ALLOCATION = {DECODE_MADE: EMPTY, FORWARD: EMPTY}  # what torch takes for the output
 
 
 @pytest.fixture(scope="module")
-def calls() -> dict[str, Callable[[], object]]:
+def calls() -> Iterator[dict[str, Callable[[], object]]]:
     if cuda_build.missing():
         pytest.skip(cuda_build.missing())
-    with host_cost.stand_ins():
-        return {**host_cost.decode_calls(), **host_cost.forward_calls()}
+    with host_cost.all_calls() as calls:
+        yield calls
 
 
 def events(call: Callable[[], object]) -> Counter[str]:
@@ -41,13 +37,12 @@ def events(call: Callable[[], object]) -> Counter[str]:
     def note(frame: Any, event: str, argument: Any) -> None:
         found[event] += 1
 
-    with host_cost.stand_ins():
+    call()
+    sys.setprofile(note)
+    try:
         call()
-        sys.setprofile(note)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
     return found
 
 
@@ -55,11 +50,12 @@ def events(call: Callable[[], object]) -> Counter[str]:
 def test_a_call_enters_few_functions(calls: dict[str, Callable[[], object]], name: str):
     found = events(calls[name])
     python, c = found["call"] - 1, found["c_call"] - 1  # less the lambda, and the end of the profile
-    assert (python, c) <= MOST_CALLS[name] and c <= MOST_CALLS[name][1]
+    assert python <= MOST_CALLS[name][0] and c <= MOST_CALLS[name][1]
 
 
+@pytest.mark.timing
 def test_a_call_costs_little(calls: dict[str, Callable[[], object]], capsys: pytest.CaptureFixture[str]):
-    wanted = (UNIT, DECODE, FORWARD, OUTPUT, FORWARD_KEPT, OUTPUTS)
+    wanted = {UNIT, *MOST_UNITS, *ALLOCATION.values()}
     costs = host_cost.measure({name: calls[name] for name in wanted}, rounds=150, number=50)
     units = {
         name: (costs[name].min_us - (costs[ALLOCATION[name]].min_us if name in ALLOCATION else 0)) / costs[UNIT].min_us

@@ -35,6 +35,7 @@ def measure(more="", **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.timing
 def test_import_is_cheap_and_light():
     runs = [measure(EVERY_NAME) for _ in range(3)]
     assert median(r["import_s"] for r in runs) < 0.05, "the bare import does work"

@@ -21,6 +21,7 @@ LEAST = 0.5
 ROUNDS = 12  # as many as it takes; a quiet machine needs three
 
 
+@pytest.mark.timing
 def test_the_forward_kernel_is_near_the_speed_of_a_matmul(
     binaries: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -85,6 +85,8 @@ class Kernel:
     args and scalars name the prim_func's parameters for the CPU launcher.
     expects(problem, target) names instructions that its CUDA binary must have, `A|B` for either: without them it is
     right, but slow.
+    whole: a call of an op may be one launch of it, so its binary has what makes such a call again without Python
+    (autotune/launcher/repeat.h).
     """
 
     name: str  # "linear_attention.chunk_fwd"
@@ -94,6 +96,7 @@ class Kernel:
     scalars: tuple[str, ...] = ()
     reverse: bool = False  # the launcher walks the chunks from the last to the first
     expects: Callable[[Problem, Target], Sequence[str]] = lambda problem, target: ()
+    whole: bool = False
 
     @property
     def op(self) -> str:

@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tl_kernels.spec import Kernel, Problem
 
@@ -68,6 +68,7 @@ extern "C" __attribute__((visibility("default"))) int64_t {ENTRY}(const int64_t*
   linattn::Launch<Spec> launch(block);
   return launch.run();
 }}
+{'#include "repeat.h"' if kernel.whole else ""}
 """
 
 
@@ -80,9 +81,9 @@ class CpuBinary:
 
     def __init__(self, path: Path, kernel: Kernel, config: object):
         library = ctypes.CDLL(str(path))
-        self._entry: Callable[[bytes], int] = getattr(library, ENTRY)
-        self._entry.argtypes = [ctypes.c_char_p]
-        self._entry.restype = ctypes.c_int64
+        self.entry: Callable[[bytes], int] = getattr(library, ENTRY)
+        self.entry.argtypes = [ctypes.c_char_p]
+        self.entry.restype = ctypes.c_int64
         states = sum(a.role in ("state", "vector") for a in kernel.args)
         scalars = "".join("d" if s in FLOAT_SCALARS else "q" for s in kernel.scalars)
         strides = sum({"token": 3, "pool": 2}.get(a.role, 0) for a in kernel.args)
@@ -94,5 +95,8 @@ class CpuBinary:
         self.kernel, self.config, self.path = kernel, config, path
 
     def __call__(self, block: bytes) -> None:
-        if self._entry(block):
-            raise MemoryError(f"{self.kernel.name}: no memory for the working states")
+        if status := self.entry(block):
+            self.fail(status)
+
+    def fail(self, status: int) -> NoReturn:
+        raise MemoryError(f"{self.kernel.name}: no memory for the working states")

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HEADER = Path(__file__).with_name("cuda.h")
 DRIVER_HEADER = Path(__file__).with_name("cuda_driver.h")
@@ -103,6 +103,7 @@ class About:
     cuda: int  # of the compiler: 13000 is CUDA 13.0
     tensors: tuple[str, ...]  # in the order of the block
     numbers: tuple[tuple[str, str], ...]  # (name, C type) of scalars, then dynamic sizes
+    whole: bool = False  # as in Kernel
 
     @property
     def minimum_cuda(self) -> int:
@@ -170,6 +171,7 @@ LINATTN_EXPORT int64_t linattn_preload(int64_t device) {{ return linattn::preloa
 LINATTN_EXPORT const char* linattn_error() {{ return linattn::error; }}
 LINATTN_EXPORT const char* linattn_about() {{ return {json.dumps(json.dumps(public))}; }}
 LINATTN_EXPORT int64_t linattn_use_driver(const char* path) {{ return linattn::use_driver(path); }}
+{'#include "repeat.h"' if about.whole else ""}
 """
 
 
@@ -217,7 +219,7 @@ class CudaBinary:
 
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
-        # what a launcher calls without this class in between: 0, or a status whose error failure() is
+        # what a launcher calls without this class in between: 0, or a status for fail()
         self.entry: Callable[[bytes], int] = getattr(library, ENTRY)
         self.entry.argtypes = [ctypes.c_char_p]
         self.entry.restype = ctypes.c_int64
@@ -238,12 +240,12 @@ class CudaBinary:
 
     def __call__(self, block: bytes) -> None:
         if status := self.entry(block):
-            raise self.failure(status)
+            self.fail(status)
 
     def preload(self, device: int) -> None:
         """Load the kernels on a device, so that the first call does not: before capturing a graph, or to save time."""
         if status := self._library.linattn_preload(device):
-            raise self.failure(status)
+            self.fail(status)
 
     def image(self) -> bytes:
         """The fat binary that the driver is given."""
@@ -254,9 +256,9 @@ class CudaBinary:
     def use_driver(self, path: Path | None) -> None:
         """Use this library as the driver from now on, and load everything again; None is the real one. For tests."""
         if status := self._library.linattn_use_driver(None if path is None else str(path).encode()):
-            raise self.failure(status)
+            self.fail(status)
 
-    def failure(self, status: int) -> Exception:
-        """What the last call on this thread failed with."""
+    def fail(self, status: int) -> NoReturn:
+        """Raise what the last call on this thread failed with."""
         text = self._library.linattn_error().decode(errors="replace")
-        return ValueError(text) if status == 2 else RuntimeError(text)
+        raise ValueError(text) if status == 2 else RuntimeError(text)

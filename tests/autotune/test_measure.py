@@ -115,6 +115,7 @@ def test_an_exception_propagates():
         interleaved({"f": lambda: 1 / 0})
 
 
+@pytest.mark.timing
 def test_real_time():
     timings = interleaved({"sleep": lambda: time.sleep(0.004), "fast": lambda: None}, rounds=5)
     assert 4000 <= timings["sleep"].min_us <= timings["sleep"].median_us < 50_000

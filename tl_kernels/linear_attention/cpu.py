@@ -672,6 +672,7 @@ FWD = Kernel(
     configs,
     (*_TOKENS, Arg("o", "token", "HV"), Arg("den", "token", dtype="float32"), *_STATE),
     _SWITCHES,
+    whole=True,
 )
 BWD_Q = Kernel(
     "linear_attention.chunk_bwd_q",
@@ -694,5 +695,6 @@ DECODE = Kernel(
     decode_configs,
     (*_TOKENS, Arg("o", "token", "HV"), *_POOL),
     _OPTIONS,
+    whole=True,
 )
 KERNELS = (FWD, BWD_Q, BWD_KV, DECODE)

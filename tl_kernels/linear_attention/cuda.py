@@ -597,7 +597,7 @@ def expects(p: Problem, target: Target) -> Sequence[str]:
 
 
 KERNELS = (
-    Kernel("linear_attention.forward", forward, configs, expects=expects),
+    Kernel("linear_attention.forward", forward, configs, expects=expects, whole=True),
     Kernel("linear_attention.carry", carry, state_configs, expects=tensor_cores),
     Kernel("linear_attention.scan", scan, scan_configs),
     Kernel("linear_attention.emit", emit, state_configs, expects=tensor_cores),

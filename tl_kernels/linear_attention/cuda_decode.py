@@ -130,4 +130,4 @@ def decode(p: Problem, c: DecodeConfig):
     return decode_kernel
 
 
-DECODE = Kernel("linear_attention.decode", decode, configs)
+DECODE = Kernel("linear_attention.decode", decode, configs, whole=True)

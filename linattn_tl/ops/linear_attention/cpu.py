@@ -12,8 +12,11 @@ import torch
 
 from autotune.launcher import keep
 from autotune.launcher.cpu import CpuBinary
-from linattn_tl import outputs
+from autotune.launcher.repeat import Call, Condition
+from linattn_tl import outputs, shapes
+from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
+from linattn_tl.repeats import launched
 from tl_kernels.linear_attention import cpu as kernels
 
 SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
@@ -102,6 +105,16 @@ def launch(
         _address(start.z),
         _address(end.z),
     )
+    binary(addresses + _fixed_words(binary, switches, walk, opt, tokens))
+
+
+def _fixed_words(
+    binary: CpuBinary,
+    switches: tuple[int, int, int],
+    walk: Walk,
+    opt: Options,
+    tokens: Sequence[torch.Tensor | None],
+) -> bytes:
     strides = tuple([None if x is None else x.stride() for x in tokens])
     key = (walk[:-1], switches, opt, strides, torch.get_num_threads())
     fixed = binary.kept.get(key)
@@ -109,7 +122,12 @@ def launch(
         words = [w for s in strides for w in ((0, 0, 0) if s is None else s[:3])]
         fixed = binary.fixed(*walk[:-1], walk.threads, *switches, *_option_words(opt), *words)
         keep(binary, key, fixed)
-    binary(addresses + fixed)
+    return fixed
+
+
+def _threads_as_now() -> Condition:
+    """The condition that a block which says how many threads to take is used with as many as torch has now."""
+    return torch.get_num_threads, None, torch.get_num_threads()
 
 
 class CpuRunner:
@@ -151,6 +169,22 @@ class CpuRunner:
             starts, final = self._segment_starts(k, v, cut, initial, opt)
             launch(self.fwd, full, cut, opt, (q, k, v, o, den), starts)
         return (o, *((final.kv, final.z) if opt.output_final_state else (None, None))), (den, None, None)
+
+    def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
+        """How to make this call again, see linattn_tl/repeats.py.
+
+        Where it is one launch: causal, and not cut in time.
+        """
+        q, k, v, kv, z = inputs
+        walk = _walk(q, v, None)
+        if not opt.causal or _cut(walk).segments > 1 or (kv is None) != (z is None):
+            return None
+        if not (rows(q) is q and rows(k) is k and rows(v) is v and _contiguous(kv, z) == (kv, z)):
+            return None
+        fixed = _fixed_words(self.fwd, FULL, walk, opt, (q, k, v, results[0], None))
+        block = self.fwd.addresses(*[0] * 11) + fixed
+        arguments = pass_arguments(inputs, results, (0, 1, 2, 3, 5, 7, 6, 8))
+        return launched(self.fwd, block, arguments, "cpu", [_threads_as_now()])
 
     def _sum(self, k: Any, v: Any, walk: Walk, initial: States, opt: Options) -> States:
         """The state after all keys."""
@@ -291,16 +325,8 @@ class CpuDecode:
         """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place."""
         if slots is not None:
             slots = slots.to(torch.int64).contiguous()
-        tensors = (q, k, v, out, kv, z)
-        strides = (q.stride(), k.stride(), v.stride(), out.stride(), kv.stride(), z.stride())
-        key = (q.shape, v.shape, opt, strides, torch.get_num_threads())
-        fixed = self.decode.kept.get(key)
+        fixed = self._in_place(q, k, v, kv, z, opt, out)
         if fixed is None:
-            if not _readable(kv, z, tensors):
-                return self._copied(q, k, v, kv, z, slots, opt, out)
-            fixed = self._fixed(q, v, opt, strides)
-            keep(self.decode, key, fixed)
-        if q.is_neg() or k.is_neg() or v.is_neg():
             return self._copied(q, k, v, kv, z, slots, opt, out)
         rows = 0 if slots is None else slots.data_ptr()
         addresses = self.decode.addresses(
@@ -308,6 +334,32 @@ class CpuDecode:
         )
         self.decode(addresses + fixed)
         return out
+
+    def call(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Call | None:
+        """How to make this call again, see linattn_tl/repeats.py.
+
+        Not with slots: their values are checked in each call.
+        """
+        fixed = self._in_place(q, k, v, kv, z, opt, out) if slots is None else None
+        if fixed is None:
+            return None
+        block = self.decode.addresses(*[0] * 8) + fixed
+        arguments = step_arguments(q, k, v, kv, z, None, out)
+        return launched(self.decode, block, arguments, "cpu", [_threads_as_now()])
+
+    def _in_place(self, q: Any, k: Any, v: Any, kv: Any, z: Any, opt: Options, out: Any) -> bytes | None:
+        """The fixed words of a call, or None where the kernel cannot work on the tensors where they are."""
+        strides = (q.stride(), k.stride(), v.stride(), out.stride(), kv.stride(), z.stride())
+        key = (q.shape, v.shape, opt, strides, torch.get_num_threads())
+        fixed = self.decode.kept.get(key)
+        if fixed is None:
+            if not _readable(kv, z, (q, k, v, out)):
+                return None
+            fixed = self._fixed(q, v, opt, strides)
+            keep(self.decode, key, fixed)
+        if q.is_neg() or k.is_neg() or v.is_neg() or shapes.shares_memory(out, q, k, v):
+            return None
+        return fixed
 
     def _fixed(self, q: torch.Tensor, v: torch.Tensor, opt: Options, strides: Sequence[tuple[int, ...]]) -> bytes:
         B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
@@ -331,5 +383,5 @@ class CpuDecode:
 
 def _readable(kv: torch.Tensor, z: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the last dimension of all is contiguous, and a head's kv is; the stride of a single element is any."""
-    last = all(x.stride(-1) == 1 or x.shape[-1] < 2 for x in (*tensors[:4], kv, z))
+    last = all(x.stride(-1) == 1 or x.shape[-1] < 2 for x in (*tensors, kv, z))
     return last and (kv.stride(-2) == kv.shape[-1] or kv.shape[-2] < 2)

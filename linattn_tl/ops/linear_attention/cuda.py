@@ -17,7 +17,10 @@ import torch
 
 from autotune.launcher import KEPT
 from autotune.launcher import keep as keep_packed
-from linattn_tl.launchers import ALIGNMENT, CudaLauncher, Launcher
+from autotune.launcher.repeat import Call
+from linattn_tl import shapes
+from linattn_tl.launchers import ALIGNMENT, Launcher
+from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.registry import UnsupportedError
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
@@ -31,7 +34,6 @@ CARRIED_TOKENS = 512  # no carried span shorter than this
 CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
 SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
 WAVES = 2  # programs a multiprocessor that a cut aims at
-UNALIGNED = ALIGNMENT - 1  # bits that no kernel's tensor has in its address
 
 
 def refuse_sizes(problem: Problem) -> str | None:
@@ -111,8 +113,7 @@ class States(NamedTuple):
 
 
 NO_STATES = States()
-# Of a causal pass: its walk, the packed numbers of its last launch, whether that is all and without states, (B, T, H).
-_Plan = tuple[Walk, Any, bool, tuple[int, ...]]
+_Plan = tuple[Walk, Any]  # of a causal pass: its walk, and the packed numbers of its last launch
 
 
 def _ready(x: torch.Tensor) -> bool:
@@ -126,19 +127,6 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x
     copied = x.resolve_neg().contiguous()
     return copied if _ready(copied) else copied.clone()
-
-
-def _plain_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any, Any, int, int, int]:
-    """plain() of all three, in less time where there is nothing to do, and their addresses."""
-    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if (
-        (q_at | k_at | v_at) & UNALIGNED == 0
-        and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
-    ):
-        return q, k, v, q_at, k_at, v_at
-    q, k, v = plain(q), plain(k), plain(v)
-    return q, k, v, q.data_ptr(), k.data_ptr(), v.data_ptr()
 
 
 def _indices(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -221,7 +209,6 @@ class CudaRunner:
     def __init__(self, binaries: Mapping[str, Launcher], multiprocessors: int):
         self.binaries: dict[str, Any] = {name.split(".")[1]: binary for name, binary in binaries.items()}
         self.multiprocessors = multiprocessors
-        self._direct = isinstance(self.binaries.get("forward"), CudaLauncher)  # it takes addresses that are known
         self._walks: dict[Any, Walk] = {}
         self._plans: dict[Any, _Plan] = {}
 
@@ -252,47 +239,53 @@ class CudaRunner:
 
     def _forward(self, q: Any, k: Any, v: Any, cu: Any, kv: Any, z: Any, opt: Options, keep: bool) -> tuple[Any, Any]:
         """A causal pass, as forward returns it."""
-        q, k, v, q_at, k_at, v_at = _plain_inputs(q, k, v)
+        q, k, v = plain(q), plain(k), plain(v)
         new = kv is None and z is None
         key = q.shape, v.shape, None if cu is None else cu.shape[0], new, keep, opt
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_forward(q, v, cu, not new, opt, keep)
             _remember(self._plans, key, plan)
-        walk, packed, alone, (B, T, H) = plan
+        walk, packed = plan
         o = torch.empty_like(v)
-        # numbers one by one: torch takes twice the time to read them from a shape
-        den = torch.empty(B, T, H, dtype=torch.float32, device=q.device) if keep else None
-        if alone and self._direct:
-            at = [q_at, k_at, v_at, o.data_ptr(), 0, 0, 0, 0, 0, 0]
-            if den is not None:
-                at[4] = den.data_ptr()
-            if cu is not None:
-                at[9] = cu.data_ptr()
-            self.binaries["forward"].launch(packed, (q, k, v, o, den, None, None, None, None, cu), at)
-            return (o, None, None), (den, None, None)
+        den = torch.empty(*q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
         N, want = walk.sequences, opt.output_final_state
         start = NO_STATES if new else _given(kv, z, N, q, v)
         if walk.empty:
-            final = _unchanged(start, N, q, v, H) if want else NO_STATES
+            final = _unchanged(start, N, q, v, walk.H) if want else NO_STATES
             return (o, *final), (den, None, None)
-        final = left = _new_states(N, q, v, H) if want else NO_STATES
+        final = left = _new_states(N, q, v, walk.H) if want else NO_STATES
         if walk.cut:
             start, left = self._span_states(q, k, v, cu, walk, start, final, opt), NO_STATES
         self.binaries["forward"].launch(packed, (q, k, v, o, den, *start, *left, cu))
         return (o, *final), (den, None, None)
 
     def _plan_forward(self, q: Any, v: Any, cu: Any, given: bool, opt: Options, keep: bool) -> _Plan:
-        walk, sizes = self._walk("forward", q, v, cu), tuple(q.shape[:3])
+        walk = self._walk("forward", q, v, cu)
         if walk.empty:
-            return walk, None, False, sizes
+            return walk, None
         start = walk.spans if walk.cut else walk.sequences if given else 0
         left = walk.sequences if opt.output_final_state and not walk.cut else 0
         packed = self._packed(
             "forward", walk, opt, tokens=walk.tokens, rows=walk.tokens if keep else 0, N0=start, N1=left,
             initial=int(start > 0), final=int(left > 0), keep_den=int(keep),
         )  # fmt: skip
-        return walk, packed, not (walk.cut or start or left), sizes
+        return walk, packed
+
+    def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
+        """How to make this call again, see linattn_tl/repeats.py.
+
+        Where it is one launch: causal, and not cut into spans.
+        """
+        q, k, v, kv, z = inputs
+        given = [x for x in inputs if x is not None]
+        if not opt.causal or (kv is None) != (z is None) or not all(map(_ready, given)):
+            return None
+        walk, packed = self._plan_forward(q, v, None, kv is not None, opt, keep=False)
+        if walk.empty or walk.cut:
+            return None
+        arguments = pass_arguments(inputs, results, (0, 1, 2, 3, 5, 6, 7, 8))
+        return self.binaries["forward"].call(packed, arguments)
 
     def _sum(self, q: Any, k: Any, v: Any, cu: Any, start: States, opt: Options) -> States:
         """The state after all keys."""
@@ -343,7 +336,7 @@ class CudaRunner:
         opt: Options,
     ) -> list[Any]:
         """One gradient an input that needs one."""
-        q, k, v, *_ = _plain_inputs(*inputs[:3])
+        q, k, v = map(plain, inputs[:3])
         o, den, cu = plain(results[0]), None if saved[0] is None else plain(saved[0]), _indices(lengths)
         dout = torch.zeros_like(o) if grads[0] is None else plain(grads[0])
         delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
@@ -546,45 +539,42 @@ class CudaDecode:
 
     def __init__(self, binaries: Mapping[str, Launcher]):
         self.decode: Any = next(b for name, b in binaries.items() if name.split(".")[1] == "decode")
-        self._direct = isinstance(self.decode, CudaLauncher)  # it takes addresses that are known
 
     def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
         """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place, views of larger ones too."""
-        shape, pool = q.shape, kv.shape  # which tell v's
-        layout = None if kv.is_contiguous() and z.is_contiguous() else (kv.stride(), z.stride())
-        key = shape, pool, layout, None if slots is None else slots.dtype, opt
-        plan = self.decode.kept.get(key)
-        if plan is None:
-            if out.numel() == 0:
-                return out
-            plan = self._plan(q, v, kv, z, slots, opt)
-            keep_packed(self.decode, key, plan)
-        packed, in_place, q_bytes, o_bytes = plan
-        q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        kv_at, z_at, o_end = kv.data_ptr(), z.data_ptr(), o_at + o_bytes
-        if (
-            not in_place
-            or (q_at | k_at | v_at | o_at | kv_at | z_at) & UNALIGNED
-            or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and out.is_contiguous())
-            or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg() or kv.is_neg() or z.is_neg()
-            # a program might read what another has written
-            or (q_at < o_end and o_at < q_at + q_bytes)
-            or (k_at < o_end and o_at < k_at + q_bytes)
-            or (v_at < o_end and o_at < v_at + o_bytes)
-        ):  # fmt: skip
+        if out.numel() == 0:
+            return out
+        packed = self._in_place(q, k, v, kv, z, slots, opt, out)
+        if packed is None:
             return self._copied(q, k, v, kv, z, slots, opt, out)
-        slots_at = 0
-        if slots is not None:
-            slots_at = slots.data_ptr()
-            if slots_at & UNALIGNED or not slots.is_contiguous():
-                slots = plain(slots)
-                slots_at = slots.data_ptr()
-        tensors = q, k, v, out, kv, z, slots
-        if self._direct:
-            self.decode.launch(packed, tensors, (q_at, k_at, v_at, o_at, kv_at, z_at, slots_at))
-        else:
-            self.decode.launch(packed, tensors)
+        self.decode.launch(packed, (q, k, v, out, kv, z, None if slots is None else plain(slots)))
         return out
+
+    def call(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Call | None:
+        """How to make this call again, see linattn_tl/repeats.py."""
+        if out.numel() == 0 or not (slots is None or _ready(slots)):
+            return None
+        packed = self._in_place(q, k, v, kv, z, slots, opt, out)
+        if packed is None:
+            return None
+        return self.decode.call(packed, step_arguments(q, k, v, kv, z, slots, out))
+
+    def _in_place(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
+        """The packed numbers, or None where the kernel cannot work on the tensors where they are."""
+        if not all(map(_ready, (q, k, v, out))) or any(x.data_ptr() % ALIGNMENT or x.is_neg() for x in (kv, z)):
+            return None
+        if shapes.shares_memory(out, q, k, v):  # a program might read what another has written
+            return None
+        layout = kv.stride(), z.stride()
+        key = q.shape, kv.shape, layout, None if slots is None else slots.dtype, opt  # kv's shape tells v's
+        packed = self.decode.kept.get(key)
+        if packed is None:
+            strides = [_pool_strides(x) for x in (kv, z)]
+            if None in strides:
+                return None
+            packed = self.decode.pack(self._numbers(q, v, kv, strides, slots, opt))
+            keep_packed(self.decode, key, packed)
+        return packed
 
     def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
         """The step with copies of what the kernel cannot read or write in place, and of out always."""
@@ -595,14 +585,6 @@ class CudaDecode:
             if mine is not copy:
                 mine.copy_(copy)
         return out
-
-    def _plan(self, q: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options) -> tuple[Any, bool, int, int]:
-        """The packed numbers, whether the kernel can work on the pools where they are, bytes of q and of o."""
-        strides = [_pool_strides(x) for x in (kv, z)]
-        if None in strides:
-            return None, False, 0, 0
-        packed = self.decode.pack(self._numbers(q, v, kv, strides, slots, opt))
-        return packed, True, q.numel() * q.element_size(), v.numel() * v.element_size()
 
     def _numbers(self, q: Any, v: Any, kv: Any, strides: Sequence[Any], slots: Any, opt: Options) -> dict[str, float]:
         B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
