@@ -145,7 +145,10 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                 m.fill(dns, dout_f)
                 m.load(out_f, out_next, o, t, i_h, 0)
                 for i, j in T.Parallel(C, VP):
-                    out_f[i, j] *= -dout_f[i, j]
+                    if dns.exact:  # what dout_f holds, whose registers are free by now
+                        out_f[i, j] *= -(dns.high[i, j] + dns.low[i, j])
+                    else:
+                        out_f[i, j] *= -dout_f[i, j]
                 T.reduce_sum(out_f, dd_f, dim=1)
                 for i in T.Parallel(C):
                     dd_s[i] = T.if_then_else(normalize > 0, dd_f[i], T.float32(0))
@@ -277,7 +280,6 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
             if emit:
                 rs = m.Tile(BK, BV, tile, twin=False)
                 k_next = m.Ahead(C, BK, io, ahead)
-                k_in = T.alloc_fragment([C, BK], io)
             if causal:
                 cs = m.Tile(C, C, tile)  # P, then A
                 P = T.alloc_fragment([C, C], f32)
@@ -285,6 +287,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                 vs = m.Tile(C, BV, tile)
                 v_next = m.Ahead(C, BV, io, ahead)
                 v_f = T.alloc_fragment([C, BV], f32)
+                k_in = T.alloc_fragment([C, BK], io)
                 dk_f = T.alloc_fragment([C, BK], f32)
                 dk_s = T.alloc_shared([C, BK], io)
                 T.annotate_layout({dk_s: make_swizzled_layout(dk_s)})
@@ -322,7 +325,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                         inv_s[i] = T.float32(1) / den_f[i]
                         dd_s[i] = dd_f[i]
                 m.await_fetched(ahead)
-                if emit:
+                if emit and want_k:
                     m.load(k_in, k_next, k, t, i_q, i_k)
                 if carry:
                     # Q and dN; rows of other sequences are zero
@@ -337,7 +340,10 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                     m.load(v_f, v_next, v, t, i_h, i_v)
                     m.fill(vs, v_f)
                 if emit and want_v:
-                    T.copy(k_in, k_f)
+                    if want_k:
+                        T.copy(k_in, k_f)
+                    else:
+                        m.load(k_f, k_next, k, t, i_q, i_k)
                     m.mapped(k_f, C, BK, C, K - i_k, feature_map, T.float32(1))
                     m.fill(ks, k_f)
                 if ahead:
