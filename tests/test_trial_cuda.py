@@ -233,9 +233,10 @@ class Defined:
         self.outside, self.stray = outside, stray
         self.config, self.kept = None, {}
 
-    def pack(self, numbers: Mapping[str, float]) -> None: ...
+    def pack(self, numbers: Mapping[str, float]) -> Any:
+        return numbers
 
-    def launch(self, packed: None, tensors: Sequence[Any]) -> None:
+    def launch(self, packed: Any, tensors: Sequence[Any]) -> None:
         q, k, v, o, kv, z, slots = tensors
         live = (slots >= 0) & (slots < len(kv))
         o[live] = decode(q[live], k[live], v[live], kv, z, slots[live], Options(), torch.empty_like(o[live]))

@@ -248,7 +248,9 @@ struct Again {
   bool gradients;  // are recorded
 
   Again(const Table* table, Object* const* plain) : table(table), plain(plain) {}
-  ~Again() {
+
+  // Not a destructor: that would be a reason to unwind, which needs the C++ library.
+  void drop_made() const {
     for (int i = 0; i < count; ++i)
       if (made[i]) python.Py_DecRef(given[i]);
   }
@@ -435,7 +437,9 @@ static Object* call_again(Object* capsule, Object* const* arguments, Size n) {
   if (n != table->given + table->plain) return keep(python.none);
   Again again(table, arguments + table->given);
   const int done = again.run(arguments);
-  return done < 0 ? nullptr : done ? again.results() : keep(python.none);
+  Object* found = done < 0 ? nullptr : done ? again.results() : keep(python.none);
+  again.drop_made();
+  return found;
 }
 
 static MethodDef method = {"again", (void*)call_again, METH_FASTCALL,
