@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autotune import target, verify
+from autotune import static_check, target, verify
 from autotune.store import Entry
 from benchmarks import gpu_cases
 from benchmarks.gpu_cases import check_backward, check_outputs, check_served, state_argument
@@ -221,6 +221,24 @@ def shared_memory_fits(session: Session) -> Found:
 def shared_bytes(entry: Entry) -> int:
     """The most that one of its functions takes, dynamic and static."""
     return max(f["smem_bytes"] + f["static_smem_bytes"] for f in entry.manifest["functions"].values())
+
+
+# ---- R19: symbols
+
+
+def symbols(session: Session) -> list[Check]:
+    """Each stored binary is whole and needs the C library alone: nothing of a torch or a Python of its own."""
+    return [Check("R19 every binary needs libc alone", partial(needs_libc_alone, session))]
+
+
+def needs_libc_alone(session: Session) -> Found:
+    found = gpu_cases.entries(session.device)
+    for entry in found:
+        complaints = static_check.check_usable(entry.manifest, entry.path.read_bytes())
+        if complaints:
+            said = entry.manifest
+            raise WrongResult(f"{said['kernel']} {said['dtype']} {said['arch']} {said['config']}: {complaints[0]}")
+    return Found(f"{len(found)} binaries")
 
 
 # ---- R13: streams
@@ -588,5 +606,6 @@ GROUPS: dict[str, Callable[[Session], list[Check]]] = {
     "R10": shared_memory,
     "R09": head_dims,
     "R07": large_index,
+    "R19": symbols,
 }
-WITHOUT_GPU = ("R18", "R09", "R07")
+WITHOUT_GPU = ("R18", "R09", "R07", "R19")

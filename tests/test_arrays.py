@@ -28,10 +28,16 @@ LONG = 600  # tokens from which the definition, token by token, takes a second
 ROWS = [(s.op, c) for s in subjects().values() for c in s.cases if c.T < LONG or c.id == "T1000"]
 
 
+def numpy_runner(op):
+    """What a family's module of array forms has for an op."""
+    family = importlib.import_module(f"linattn_tl.ops.{op.removesuffix('_decode')}.arrays")
+    return (family.ArrayDecode if op.endswith("_decode") else family.ArrayRunner)(arrays.NUMPY)
+
+
 @pytest.fixture
 def numpy_serves(monkeypatch):
     """Calls that name the cupy backend are computed by the same runners over NumPy."""
-    runners = {OP.name: forms.ArrayRunner(arrays.NUMPY), DECODE_OP.name: forms.ArrayDecode(arrays.NUMPY)}
+    runners = {name: numpy_runner(name) for name in registry.all_ops()}
     usual = registry.choose
 
     def choose(op, problem, backend="auto"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotune.verify import check_close
-from benchmarks import cases, costs, report, rivals, run
+from benchmarks import cases, costs, gated, report, rivals, run
 from benchmarks.cases import Case
 from linattn_tl.cli import main as command
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, recurrent
@@ -195,3 +195,16 @@ def test_bench_decode_counts_bytes(capsys):
 def test_bench_refuses(args, told, capsys):
     assert command(["bench", *args]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", gated.CASES)
+def test_every_contestant_of_a_gated_case_is_right(name, monkeypatch, capsys):
+    """At sizes that take no time, and without the compiler, which has the same form to compile."""
+    for size, value in {"T": 256, "H": 2, "D": 16, "STATE": 16, "HEAD": 8, "STEPS": 2}.items():
+        monkeypatch.setattr(gated, size, value)
+    monkeypatch.setattr(rivals, "compiled", lambda form: form)
+    with torch.set_grad_enabled("backward" in name):
+        assert {"ours", "eager"} <= gated.CASES[name]().keys()
+    row = gated.measured(name, 1)
+    assert row.ours_ms > 0 and row.ratios["eager"] > 0
+    assert f"{row.ratios['eager']:.2f}x" in gated.table([row])

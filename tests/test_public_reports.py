@@ -93,7 +93,7 @@ def test_R05_another_sequence_changes_no_bit(op, backend):
     results = []
     for change in (0.0, 1.0):
         tensors = {
-            n: (x.detach() + change * torch.nn.functional.pad(torch.ones(64), (7, 101)).view(1, 172, 1, 1))
+            n: (x.detach() + change * torch.nn.functional.pad(torch.ones(64), (7, 101)).view(172, *[1] * (x.ndim - 2)))
             if n in subject.tokens
             else x.detach()
             for n, x in tensors_of(subject, case).items()

@@ -254,6 +254,50 @@ def normalize_grads(dn, ld, dden, inv, o, row, total, load_row, normalize):
 
 
 @T.macro
+def load_gates(x, g, C):
+    """x[c] = g[c]; 0 beyond the rows, so that a ragged chunk ends at its last token."""
+    for c in T.serial(C):
+        x[c] = T.float32(0)
+        if c < g.rows:
+            x[c] = g.buffer[g.at(c, 0)]
+
+
+@T.macro
+def gate_steps(step, g, C):
+    """step[c] = exp(g[c]), the decay of each token."""
+    load_gates(step, g, C)
+    T.evaluate(T.call_extern("int32", "tile_exp", T.address_of(step[0]), C))
+
+
+@T.macro
+def decays(inside, first, last, step, g, C):
+    """Products of exp(g_t): inside[i, j] over j < t <= i, 0 for j > i; first[i] over t <= i; last[j] over t > j.
+
+    By products, and not by exponentials of sums: no difference of large sums loses a small gate. step is scratch.
+    """
+    load_gates(step, g, C)
+    T.evaluate(
+        T.call_extern(
+            "int32", "tile_decays", T.address_of(inside[0]), T.address_of(first[0]), T.address_of(last[0]),
+            T.address_of(step[0]), C,
+        )
+    )
+
+
+@T.macro
+def crossing(grad, below, u, C):
+    """grad[t] = the sum of u[i, j] over j < t <= i, in double. below is scratch. Sums of sums: nothing cancels."""
+    for j in T.serial(C):
+        below[j] = T.float64(0)
+    for i in T.serial(C):
+        for j in T.serial(C):
+            below[j] += T.cast(u[(C - 1 - i) * C + j], "float64")
+        grad[C - 1 - i] = T.float64(0)
+        for j in T.serial(C - 1 - i):
+            grad[C - 1 - i] += below[j]
+
+
+@T.macro
 def store_tile(dst, acc, i, NR, first, count, store_row):
     """dst[first ...] = row i of a register tile, count columns of it: a full row has a fixed trip."""
     if count >= NR:
@@ -263,20 +307,40 @@ def store_tile(dst, acc, i, NR, first, count, store_row):
 
 
 @T.macro
+def transpose_tile(dst, to, dst_ld, src, at, src_ld):
+    """dst[to + j * dst_ld + i] = src[at + i * src_ld + j] for 16 x 16 elements."""
+    T.evaluate(
+        T.call_extern("int32", "tile_transpose16", T.address_of(dst[to]), dst_ld, T.address_of(src[at]), src_ld)
+    )
+
+
+@T.macro
 def transpose(dst, dst_ld, src, src_ld, rows, columns):
     """dst[j * dst_ld + i] = src[i * src_ld + j] in tiles of 16 x 16; rows and columns count tiles."""
     for i in T.serial(rows):
         for j in T.serial(columns):
-            T.evaluate(
-                T.call_extern(
-                    "int32",
-                    "tile_transpose16",
-                    T.address_of(dst[j * 16 * dst_ld + i * 16]),
-                    dst_ld,
-                    T.address_of(src[i * 16 * src_ld + j * 16]),
-                    src_ld,
-                )
-            )
+            transpose_tile(dst, j * 16 * dst_ld + i * 16, dst_ld, src, i * 16 * src_ld + j * 16, src_ld)
+
+
+DEEP = 128  # terms that a register adds up one after the other before their rounding shows
+
+
+def deep_register_tile(MR, NR, spare):
+    """As register_tile, for a depth whose rounding would show: the sum in two parts. spare is a tile of scratch."""
+    fma = register_tile(MR, NR)
+
+    @T.macro
+    def fma_in_parts(acc, depth, a, b):
+        fma(acc, T.min(depth, DEEP), a, b)
+        if depth > DEEP:
+            for e in T.serial(MR * NR):
+                spare[e] = acc[e]
+                acc[e] = T.float32(0)
+            fma(acc, depth - DEEP, lambda i, k: a(i, k + DEEP), lambda k, j: b(k + DEEP, j))
+            for e in T.serial(MR * NR):
+                acc[e] += spare[e]
+
+    return fma_in_parts
 
 
 def register_tile(MR, NR):
@@ -295,3 +359,72 @@ def register_tile(MR, NR):
                         acc[i * NR + jv * 16 + j] += a(i, k) * b(k, jv * 16 + j)
 
     return fma
+
+
+# ---- products by register tiles; acc is one tile of MR x NR, fma what register_tile or deep_register_tile gave
+
+
+class TileShape:
+    """Rows and columns of a register tile, its accumulators, and the macro that adds a product to them."""
+
+    def __init__(self, MR, NR, acc, fma):
+        self.MR, self.NR, self.acc, self.fma = MR, NR, acc, fma
+
+
+@T.macro
+def clear_tile(t):
+    for e in T.serial(t.MR * t.NR):
+        t.acc[e] = T.float32(0)
+
+
+@T.macro
+def scale_tile(t, factor, first):
+    """Row i of the tile times factor[first + i]."""
+    for i in T.serial(t.MR):
+        for j in T.serial(t.NR):
+            t.acc[i * t.NR + j] *= factor[first + i]
+
+
+@T.macro
+def product(dst, ld, t, rows, columns, depth, a, b):
+    """dst[i * ld + j] = the sum over d < depth of a(i, d) b(d, j); rows and columns count tiles."""
+    for ib, jb in T.grid(rows, columns):
+        clear_tile(t)
+        t.fma(t.acc, depth, lambda i, d: a(ib * t.MR + i, d), lambda d, j: b(d, jb * t.NR + j))
+        for i, j in T.grid(t.MR, t.NR):
+            dst[(ib * t.MR + i) * ld + jb * t.NR + j] = t.acc[i * t.NR + j]
+
+
+@T.macro
+def update_panel(panels, at, t, rows, depth, decay, a, b):
+    """A panel of a state, from element `at` on: decay times itself, plus the sum over d < depth of a(i, d) b(d, j)."""
+    for ib in T.serial(rows):
+        for e in T.serial(t.MR * t.NR):
+            t.acc[e] = panels[at + ib * t.MR * t.NR + e] * decay
+        t.fma(t.acc, depth, lambda i, d: a(ib * t.MR + i, d), b)
+        for e in T.serial(t.MR * t.NR):
+            panels[at + ib * t.MR * t.NR + e] = t.acc[e]
+
+
+@T.macro
+def store_tile_rows(dst, t, first, column, store_row):
+    """Rows of the tile that are tokens: dst is the tensor's, first the tile's first row, column its first column."""
+    for i in T.serial(t.MR):
+        if first + i < dst.rows:
+            store_tile(dst.buffer, t.acc, i, t.NR, dst.at(first + i, column), dst.width - column, store_row)
+
+
+@T.macro
+def add_dots(dot, t, x, ld, first, column):
+    """dot[first + i] += row i of the tile times its columns of x, in double."""
+    for i in T.serial(t.MR):
+        for j in T.serial(t.NR):
+            dot[first + i] += T.cast(t.acc[i * t.NR + j] * x[(first + i) * ld + column + j], "float64")
+
+
+@T.macro
+def multiply_rows(dst, src, at, factor, C, NR):
+    """dst[c, j] = src[at + c * NR + j] factor[c]: a panel of C rows."""
+    for c in T.serial(C):
+        for j in T.serial(NR):
+            dst[c * NR + j] = src[at + c * NR + j] * factor[c]

@@ -6,7 +6,8 @@
 // The one entry takes a block of 8-byte words, packed by autotune/launcher/cpu.py. What changes from call to call comes
 // first, so that the rest can be kept:
 //   cu_seqlens or 0, slots or 0 (int64)
-//   for every tensor argument   token, pool     its address
+//   for every tensor argument   token, pool,    its address
+//                               chunk
 //                               state, vector   address of the initial value or 0, and of the final value or 0
 //                                               (both contiguous, fp32)
 //   Header                      sizes and how to walk them
@@ -18,6 +19,7 @@
 // segments, which the caller chooses, and not on the number of threads.
 #pragma once
 #include <dlfcn.h>
+#include <xmmintrin.h>
 
 #include <atomic>
 #include <cstddef>
@@ -31,7 +33,7 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 
 namespace linattn {
 
-enum Role { TOKEN, STATE, VECTOR, POOL };
+enum Role { TOKEN, STATE, VECTOR, POOL, CHUNK };
 
 struct ArgSpec {
   Role role;
@@ -60,6 +62,10 @@ inline double as_double(int64_t word) {
   memcpy(&x, &word, sizeof x);
   return x;
 }
+
+// The bits of MXCSR by which numbers below 1e-38 are zero: a state that decays through them would take fifty times as
+// long. Set while a thread computes; its own mode is back afterwards.
+constexpr unsigned FLUSH_TO_ZERO = 0x8040;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -137,6 +143,15 @@ struct Launch {
     return call[SEGMENT_STATES] ? n * call[SEGMENTS] + segment : n;
   }
 
+  // Elements of a state that one kernel leaves for another.
+  int64_t chunk_state() const { return ceil_div(call[K], 16) * 16 * ceil_div(call[V], 16) * 16; }
+
+  // Chunks of all sequences, numbered; packed ones leave at most one number a sequence out.
+  int64_t chunk_slot(int64_t n, int64_t token) const {
+    return cu ? cu[n] / Spec::CHUNK + n + (token - cu[n]) / Spec::CHUNK
+              : n * ceil_div(call[T], Spec::CHUNK) + token / Spec::CHUNK;
+  }
+
   // Working states of one head: copied in before its first chunk, and out after its last.
   void load_states(float* scratch, int64_t index, int64_t h) const {
     for (int a = 0; a < ARGS; ++a) {
@@ -192,6 +207,10 @@ struct Launch {
           step.data[a] = data + Spec::args[a].size * ((slot < 0 ? 0 : slot) * s[0] + head * s[1]);
           step.head[a] = s[1];
           break;
+        case CHUNK:
+          step.data[a] = data ? data + sizeof(float) * chunk_state() * (chunk_slot(n, token) * call[H] * call[HEADS] + head)
+                              : nullptr;
+          break;
         default:
           step.data[a] = (char*)(scratch + offset[a]);
       }
@@ -234,7 +253,10 @@ struct Launch {
       failed = 1;
       return;
     }
+    const unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | FLUSH_TO_ZERO);
     for (int64_t item; (item = next++) < items;) run_item(scratch, item);
+    _mm_setcsr(mode);
     free(scratch);
   }
 

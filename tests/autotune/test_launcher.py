@@ -18,7 +18,7 @@ import torch
 from autotune import build, target
 from autotune.launcher import cpu as launcher
 from autotune.verify import check_close
-from linattn_tl import loader, registry
+from linattn_tl import loader, registry, walks
 from linattn_tl.ops.linear_attention import cpu, trial
 from linattn_tl.ops.linear_attention.definition import Options
 from tl_kernels.linear_attention import cpu as kernels
@@ -165,7 +165,7 @@ def test_segments_of_kernels_with_other_chunks(runner: cpu.CpuRunner, nan_filled
 
 def test_a_short_sequence_is_not_cut(runner: cpu.CpuRunner):
     torch.set_num_threads(3)
-    inputs, _ = example(trial.Case(T=2 * cpu.SEGMENT_TOKENS - 1, H=1), 128, 128)
+    inputs, _ = example(trial.Case(T=2 * walks.SEGMENT_TOKENS - 1, H=1), 128, 128)
     runner.forward(inputs, None, FINAL)
     assert runner.fwd.segments() == [1]
 

@@ -98,6 +98,7 @@ def chunk_fwd(p: Problem, c: Config):
             ksum = T.alloc_local([D_MAX], "float32")
             inv = T.alloc_local([C], "float32")
             acc = T.alloc_local([MR * NR], "float32")
+            tile = m.TileShape(MR, NR, acc, fma)
             total = T.alloc_local([1], "float32")
             Kp = m.round_up(K, 16)
             panels = (V + (NR - 1)) // NR
@@ -161,32 +162,21 @@ def chunk_fwd(p: Problem, c: Config):
                                 lambda i, t: a[(ib * MR + i) * C + t],
                                 lambda t, j: vs[(jb * C + t) * NR + j],
                             )
-                            for i in T.serial(MR):
-                                for j in T.serial(NR):
-                                    acc[i * NR + j] *= inv[ib * MR + i]
-                            for i in T.serial(MR):
-                                if ib * MR + i < rows:
-                                    m.store_tile(
-                                        o,
-                                        acc,
-                                        i,
-                                        NR,
-                                        h * o_head + (ib * MR + i) * o_row + jb * NR,
-                                        V - jb * NR,
-                                        store_row,
-                                    )
-                    if carry > 0:
-                        for kb in T.serial(Kp // MR):
-                            for e in T.serial(MR * NR):
-                                acc[e] = kv[((h * panels + jb) * Kp + kb * MR) * NR + e]
-                            fma(
-                                acc,
-                                C,
-                                lambda i, t: kT[(kb * MR + i) * C + t],
-                                lambda t, j: vs[(jb * C + t) * NR + j],
+                            m.scale_tile(tile, inv, ib * MR)
+                            m.store_tile_rows(
+                                m.Rows(o, o_row, rows, V, h * o_head), tile, ib * MR, jb * NR, store_row
                             )
-                            for e in T.serial(MR * NR):
-                                kv[((h * panels + jb) * Kp + kb * MR) * NR + e] = acc[e]
+                    if carry > 0:
+                        m.update_panel(
+                            kv,
+                            (h * panels + jb) * Kp * NR,
+                            tile,
+                            Kp // MR,
+                            C,
+                            1.0,
+                            lambda i, t: kT[i * C + t],
+                            lambda t, j: vs[(jb * C + t) * NR + j],
+                        )
             if carry > 0:
                 for d in T.serial(Kp):
                     z[d] += ksum[d]
@@ -247,6 +237,7 @@ def chunk_bwd_q(p: Problem, c: Config):
             dden = T.alloc_local([C], "float32")
             inv = T.alloc_local([C], "float32")
             acc = T.alloc_local([MR * NR], "float32")
+            tile = m.TileShape(MR, NR, acc, fma)
             row = T.alloc_local([D_MAX], "float32")
             total = T.alloc_local([1], "float32")
             Vp = m.round_up(V, 16)
@@ -297,17 +288,16 @@ def chunk_bwd_q(p: Problem, c: Config):
                             for e in T.serial(MR * NR):
                                 dx[(jb * C + ib * MR) * NR + e] = acc[e]
                     if carry > 0:
-                        for vb in T.serial(Vp // MR):
-                            for e in T.serial(MR * NR):
-                                acc[e] = kv[((h * panels + jb) * Vp + vb * MR) * NR + e]
-                            fma(
-                                acc,
-                                C,
-                                lambda i, t: vT[(vb * MR + i) * C + t],
-                                lambda t, j: kp[(jb * C + t) * NR + j],
-                            )
-                            for e in T.serial(MR * NR):
-                                kv[((h * panels + jb) * Vp + vb * MR) * NR + e] = acc[e]
+                        m.update_panel(
+                            kv,
+                            (h * panels + jb) * Vp * NR,
+                            tile,
+                            Vp // MR,
+                            C,
+                            1.0,
+                            lambda i, t: vT[i * C + t],
+                            lambda t, j: kp[(jb * C + t) * NR + j],
+                        )
 
             if emit > 0:
                 for ib, jb in T.grid(C // MR, C // NR):
@@ -409,6 +399,7 @@ def chunk_bwd_kv(p: Problem, c: Config):
             dden = T.alloc_local([C], "float32")
             inv = T.alloc_local([C], "float32")
             acc = T.alloc_local([MR * NR], "float32")
+            tile = m.TileShape(MR, NR, acc, fma)
             row = T.alloc_local([D_MAX], "float32")
             total = T.alloc_local([1], "float32")
             Kp = m.round_up(K, 16)
@@ -497,29 +488,20 @@ def chunk_bwd_kv(p: Problem, c: Config):
                                 lambda i, t: a[(ib * MR + t) * C + ib * MR + i],
                                 lambda t, j: dp[(jb * C + ib * MR + t) * NR + j],
                             )
-                            for i in T.serial(MR):
-                                if ib * MR + i < rows:
-                                    m.store_tile(
-                                        dv,
-                                        acc,
-                                        i,
-                                        NR,
-                                        h * dv_head + (ib * MR + i) * dv_row + jb * NR,
-                                        V - jb * NR,
-                                        store_row,
-                                    )
-                    if carry > 0:
-                        for kb in T.serial(Kp // MR):
-                            for e in T.serial(MR * NR):
-                                acc[e] = kv[((h * panels + jb) * Kp + kb * MR) * NR + e]
-                            fma(
-                                acc,
-                                C,
-                                lambda i, t: xq[t * Kp + kb * MR + i],
-                                lambda t, j: dp[(jb * C + t) * NR + j],
+                            m.store_tile_rows(
+                                m.Rows(dv, dv_row, rows, V, h * dv_head), tile, ib * MR, jb * NR, store_row
                             )
-                            for e in T.serial(MR * NR):
-                                kv[((h * panels + jb) * Kp + kb * MR) * NR + e] = acc[e]
+                    if carry > 0:
+                        m.update_panel(
+                            kv,
+                            (h * panels + jb) * Kp * NR,
+                            tile,
+                            Kp // MR,
+                            C,
+                            1.0,
+                            lambda i, t: xq[t * Kp + i],
+                            lambda t, j: dp[(jb * C + t) * NR + j],
+                        )
 
             if emit > 0:
                 for ib, jb in T.grid(C // MR, C // NR):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from linattn_tl import apply, loader, registry, shapes
+from linattn_tl import apply, calls, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.linear_attention.again import PASS, STEP
 from linattn_tl.ops.linear_attention.arrays import ArrayDecode, ArrayRunner
@@ -27,9 +27,9 @@ from tl_kernels.linear_attention import cuda as cuda_kernels
 from tl_kernels.linear_attention import cuda_decode
 from tl_kernels.spec import Kernel, Problem, Target
 
+__all__ = ["LinearState", "linear_attention", "linear_attention_decode"]
+
 NAME, DECODE = "linear_attention", "linear_attention_decode"
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in FLOATS}
 _traced_by_dynamo = torch.compiler.is_dynamo_compiling
 _increment_version = torch.autograd.graph.increment_version
 _passes, _steps = Repeats(NAME, PASS), Repeats(DECODE, STEP)
@@ -157,11 +157,11 @@ def _pass(q: Any, k: Any, v: Any, initial_state: Any, cu_seqlens: Any, *plain: A
     )
 
     def remember(choice: Choice, outputs: Sequence[Any]) -> None:
-        if cu_seqlens is None and _same(inputs[:3], (q, k, v)):
+        if cu_seqlens is None and calls.same(inputs[:3], (q, k, v)):
             _passes.served(choice.backend, q.shape, plain, lambda: choice.runner.call(inputs, opt, outputs))
 
     o, kv, z = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend, remember)
-    if o.dtype != v.dtype and _autocast_dtype(v) is None:
+    if o.dtype != v.dtype and calls.autocast_dtype(v) is None:
         o = o.to(v.dtype)
     return o, None if kv is None else LinearState(kv, z)
 
@@ -175,9 +175,9 @@ def _step(q: Any, k: Any, v: Any, state: Any, slots: Any, out: Any, *plain: Any)
         torch.ops.linattn_tl.linear_attention_decode(*tokens, kv, z, o, slots, *opt[:5], backend)
         return o
     if out is not None:
-        _check_out(out, kv, z)
+        calls.check_out(DECODE, out, **{"state.kv": kv, "state.z": z})
     choice = _decode_into(*tokens, kv, z, o, slots, opt, backend)
-    if choice.backend in registry.COMPILED and _same(tokens, (q, k, v)):
+    if choice.backend in registry.COMPILED and calls.same(tokens, (q, k, v)):
         _steps.served(choice.backend, q.shape, plain, lambda: choice.runner.call(*tokens, kv, z, slots, opt, o))
     return o
 
@@ -230,26 +230,6 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
     return kv, z
 
 
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast asks for, or None outside of it."""
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def _common_dtype(op: str, dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that q, k and v are to be cast to: autocast's, or the one that all promote to. None: leave them."""
-    for name, dtype in zip("qkv", dtypes, strict=True):
-        shapes.check_dtype(op, name, dtype, FLOATS)
-    q, k, v = dtypes
-    if autocast is not None and torch.float64 not in dtypes:
-        return None if q == k == v == autocast else autocast
-    return None if q == k == v else torch.promote_types(torch.promote_types(q, k), v)
-
-
 def _options(
     op: str, phi: str, causal: bool, normalize: bool, scale: float | None, eps: float, K: int, final: bool
 ) -> Options:
@@ -283,21 +263,15 @@ def _bind(
         known(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, None, "identity", *plain)
         q, k, feature_map = _features(NAME, q, k, feature_map)
     (B, T, T_k, H, HV), dtype, opt = known(
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, _autocast_dtype(q), feature_map, *plain
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, calls.autocast_dtype(q), feature_map, *plain
     )
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     K, N = q.shape[-1], B
     if cu_seqlens is not None:
-        shapes.check_tensors(NAME, cu_seqlens=cu_seqlens)
-        shapes.bind_shapes(NAME, cu_seqlens=(cu_seqlens, "N+1"))
-        shapes.check_dtype(NAME, "cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
-        shapes.check_device(NAME, "q", q.device, cu_seqlens=cu_seqlens)
-        if B != 1:
-            raise ValueError(f"{NAME}: q has B = {B} with cu_seqlens; expected B = 1, sequences packed along T")
+        N = calls.bind_lengths(NAME, cu_seqlens, q)
         if T_k != T:
             raise ValueError(f"{NAME}: k has T_k = {T_k} with cu_seqlens; expected T = {T} (T from q)")
-        N = cu_seqlens.shape[0] - 1
     kv = z = None
     if initial_state is not None:
         n = {"N": N, "H": H, "HV": HV, "K": K, "V": v.shape[-1]}
@@ -318,7 +292,7 @@ def _known(
     n |= shapes.bind_shapes(NAME, k=(k, "B T_k H K"), v=(v, "B T_k HV V"))
     shapes.check_heads(NAME, n["H"], n["HV"])
     _check_feature_map(NAME, phi)
-    dtype = _common_dtype(NAME, (q_dtype, k_dtype, v_dtype), autocast)
+    dtype = calls.common_dtype(NAME, (q_dtype, k_dtype, v_dtype), autocast)
     opt = _options(NAME, phi, causal, normalize, scale, eps, n["K"], bool(final))
     return (n["B"], n["T"], n["T_k"], n["H"], n["HV"]), dtype, opt
 
@@ -349,44 +323,21 @@ def _bind_decode(
         known(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, None, "identity", *plain)
         q, k, feature_map = _features(DECODE, q, k, feature_map)
     (B, H, HV), dtype, opt = known(
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, _autocast_dtype(q), feature_map, *plain
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, calls.autocast_dtype(q), feature_map, *plain
     )
     if out is not None:
-        shapes.check_tensors(DECODE, out=out)
-        if out.shape != v.shape:
-            letters = "B HV V" if v.ndim == 3 else "B n HV V"
-            shapes.bind_shapes(DECODE, v=(v, letters), out=(out, letters))
-        if out.dtype != v.dtype:
-            shapes.check_dtype(DECODE, "out", out.dtype, (v.dtype,))
-        if out.device != q.device:
-            shapes.check_device(DECODE, "q", q.device, out=out)
+        calls.bind_out(DECODE, out, v)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     n = {"P": B, "H": H, "HV": HV, "K": q.shape[-1], "V": v.shape[-1]}
     if slots is not None:
-        shapes.check_tensors(DECODE, slots=slots)
-        shapes.bind_shapes(DECODE, q=((B,), "B"), slots=(slots, "B"))
-        shapes.check_dtype(DECODE, "slots", slots.dtype, (torch.int32, torch.int64))
-        shapes.check_device(DECODE, "q", q.device, slots=slots)
+        calls.bind_slots(DECODE, slots, q)
         pool = state[0] if isinstance(state, tuple) and state else None
         n["P"] = pool.shape[0] if isinstance(pool, torch.Tensor) and pool.ndim else B
-    if not torch.compiler.is_compiling() and apply.transformed():
-        raise NotImplementedError(
-            f"{DECODE}: a step in place has no derivative and no batch rule; under torch.func and forward-mode AD "
-            "expected linear_attention with initial_state and output_final_state"
-        )
+    calls.refuse_transforms(DECODE, NAME)
     kv, z = _check_state(DECODE, "state", state, n, "P", q)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _any_grad(kv, z, out)):
-        for name, x in (("q", q), ("k", k), ("v", v), ("state.kv", kv), ("state.z", z), ("out", out)):
-            if x is not None and x.requires_grad:
-                raise ValueError(
-                    f"{DECODE}: {name} requires a gradient; expected torch.no_grad(), the step is in place"
-                )
+    calls.refuse_gradients(DECODE, **{"q": q, "k": k, "v": v, "state.kv": kv, "state.z": z, "out": out})
     return (q, k, v), opt, kv, z
-
-
-def _any_grad(kv: torch.Tensor, z: torch.Tensor, out: torch.Tensor | None) -> bool:
-    return kv.requires_grad or z.requires_grad or (out is not None and out.requires_grad)
 
 
 @lru_cache(maxsize=1024)
@@ -399,20 +350,8 @@ def _decode_known(
     n = shapes.bind_shapes(DECODE, q=(q, letters), k=(k, letters), v=(v, letters.replace("H K", "HV V")))
     shapes.check_heads(DECODE, n["H"], n["HV"])
     _check_feature_map(DECODE, phi)
-    dtype = _common_dtype(DECODE, (q_dtype, k_dtype, v_dtype), autocast)
+    dtype = calls.common_dtype(DECODE, (q_dtype, k_dtype, v_dtype), autocast)
     return (n["B"], n["H"], n["HV"]), dtype, _options(DECODE, phi, True, normalize, scale, eps, n["K"], True)
-
-
-def _check_out(out: torch.Tensor, kv: torch.Tensor, z: torch.Tensor) -> None:
-    shapes.check_writable(DECODE, "out", out)
-    for name, x in (("state.kv", kv), ("state.z", z)):
-        if shapes.shares_memory(out, x):
-            raise ValueError(f"{DECODE}: out shares memory with {name}; expected memory of its own")
-
-
-def _same(tensors: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they are the same objects, so that nothing was cast or mapped."""
-    return all(x is y for x, y in zip(tensors, others, strict=True))
 
 
 def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str) -> Choice:
@@ -440,9 +379,7 @@ def _library_step(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any,
 
 
 def _problem(inputs: Sequence[Any], op: str = NAME) -> Problem:
-    q, v = inputs[0], inputs[2]
-    where = ("cpu", 0) if q.is_cpu else (q.device.type, q.device.index or 0)
-    return Problem(op, DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], *where)
+    return calls.problem_of(op, inputs[0], inputs[2])
 
 
 def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:

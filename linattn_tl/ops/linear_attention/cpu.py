@@ -12,46 +12,16 @@ import torch
 
 from autotune.launcher import keep
 from autotune.launcher.cpu import CpuBinary
-from autotune.launcher.repeat import Call, Condition
-from linattn_tl import outputs, shapes
+from autotune.launcher.repeat import Call
+from linattn_tl import outputs, shapes, walks
 from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.repeats import launched
+from linattn_tl.walks import Walk, cut_in_time, over, rows, spread, threads_as_now, threads_for, walk_of
 from tl_kernels.linear_attention import cpu as kernels
 
-SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
-SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
 FULL_KEEP, EMIT_KEEP = (1, 2, 1), (0, 2, 0)  # and write den, for backward
-
-
-class Walk(NamedTuple):
-    """What the launcher walks: sequences, heads, cuts of time, and where packed sequences begin."""
-
-    N: int
-    T: int
-    H: int
-    heads: int
-    K: int
-    V: int
-    segments: int = 1
-    segment_states: bool = False
-    cu: torch.Tensor | None = None
-
-    @property
-    def threads(self) -> int:
-        return _threads(self.T * self.N * self.H * self.heads * self.K * self.V)
-
-
-def _threads(macs: int) -> int:
-    return 1 if macs < SERIAL_MACS else torch.get_num_threads()
-
-
-def rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its last dimension is not contiguous: a kernel reads any other strides."""
-    if x.is_neg():
-        x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def _option_words(opt: Options) -> tuple[Any, ...]:
@@ -82,10 +52,6 @@ def _empty_states(walk: Walk, like: torch.Tensor, count: int) -> States:
     )
 
 
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def launch(
     binary: CpuBinary,
     switches: tuple[int, int, int],
@@ -96,38 +62,8 @@ def launch(
     end: States = NO_STATES,
 ) -> None:
     """Run a chunk kernel. tokens are its [B, T, H, ...] arguments in order, None where the switches leave one alone."""
-    addresses = binary.addresses(
-        _address(walk.cu),
-        0,
-        *[_address(x) for x in tokens],
-        _address(start.kv),
-        _address(end.kv),
-        _address(start.z),
-        _address(end.z),
-    )
-    binary(addresses + _fixed_words(binary, switches, walk, opt, tokens))
-
-
-def _fixed_words(
-    binary: CpuBinary,
-    switches: tuple[int, int, int],
-    walk: Walk,
-    opt: Options,
-    tokens: Sequence[torch.Tensor | None],
-) -> bytes:
-    strides = tuple([None if x is None else x.stride() for x in tokens])
-    key = (walk[:-1], switches, opt, strides, torch.get_num_threads())
-    fixed = binary.kept.get(key)
-    if fixed is None:
-        words = [w for s in strides for w in ((0, 0, 0) if s is None else s[:3])]
-        fixed = binary.fixed(*walk[:-1], walk.threads, *switches, *_option_words(opt), *words)
-        keep(binary, key, fixed)
-    return fixed
-
-
-def _threads_as_now() -> Condition:
-    """The condition that a block which says how many threads to take is used with as many as torch has now."""
-    return torch.get_num_threads, None, torch.get_num_threads()
+    scalars = (*switches, *_option_words(opt))
+    walks.launch(binary, walk, scalars, tokens, ((start.kv, end.kv), (start.z, end.z)))
 
 
 class CpuRunner:
@@ -150,18 +86,18 @@ class CpuRunner:
         """
         q, k, v, kv, z = inputs
         q, k, v = rows(q), rows(k), rows(v)
-        walk, initial = _walk(q, v, lengths), _contiguous(kv, z)
+        walk, initial = walk_of(q, v, lengths), _contiguous(kv, z)
         same = v.shape[1] == q.shape[1]
         o = outputs.empty_like(v) if same else outputs.empty((*q.shape[:2], *v.shape[2:]), v.dtype, v.device)
         den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
         full, emit = (FULL_KEEP, EMIT_KEEP) if keep else (FULL, EMIT)
         if not opt.causal:
             total = self._sum(k, v, walk, initial, opt)
-            launch(self.fwd, emit, _spread(walk, q), opt, (q, None, None, o, den), total)
+            launch(self.fwd, emit, spread(walk, q), opt, (q, None, None, o, den), total)
             final, spare = (total.kv, total.z), (None, None)
             wanted, kept = (final, spare) if opt.output_final_state else (spare, final)
             return (o, *wanted), (den, *kept)
-        cut = _cut(walk)
+        cut = cut_in_time(walk)
         final = _empty_states(walk, q, walk.N) if opt.output_final_state else NO_STATES
         if cut.segments == 1:
             launch(self.fwd, full, walk, opt, (q, k, v, o, den), initial, final)
@@ -176,20 +112,20 @@ class CpuRunner:
         Where it is one launch: causal, and not cut in time.
         """
         q, k, v, kv, z = inputs
-        walk = _walk(q, v, None)
-        if not opt.causal or _cut(walk).segments > 1 or (kv is None) != (z is None):
+        walk = walk_of(q, v, None)
+        if not opt.causal or cut_in_time(walk).segments > 1 or (kv is None) != (z is None):
             return None
         if not (rows(q) is q and rows(k) is k and rows(v) is v and _contiguous(kv, z) == (kv, z)):
             return None
-        fixed = _fixed_words(self.fwd, FULL, walk, opt, (q, k, v, results[0], None))
+        fixed = walks.fixed_words(self.fwd, walk, (*FULL, *_option_words(opt)), (q, k, v, results[0], None))
         block = self.fwd.addresses(*[0] * 11) + fixed
         arguments = pass_arguments(inputs, results, (0, 1, 2, 3, 5, 7, 6, 8))
-        return launched(self.fwd, block, arguments, "cpu", [_threads_as_now()])
+        return launched(self.fwd, block, arguments, "cpu", [threads_as_now()])
 
     def _sum(self, k: Any, v: Any, walk: Walk, initial: States, opt: Options) -> States:
         """The state after all keys."""
-        walk = _walk_of(walk, k)
-        cut = _cut(walk)
+        walk = over(walk, k)
+        cut = cut_in_time(walk)
         total = _empty_states(walk, k, walk.N * cut.segments)
         start = initial if cut.segments == 1 else NO_STATES
         launch(self.fwd, CARRY, cut, opt, (None, k, v, None, None), start, total)
@@ -219,7 +155,7 @@ class CpuRunner:
         if dout is None:
             dout = v.new_zeros(v.shape[-1]).expand(o.shape)
         q, k, v, dout = rows(q), rows(k), rows(v), rows(dout)
-        walk = _walk(q, v, lengths)
+        walk = walk_of(q, v, lengths)
         tokens = (q, k, v, o, dout, den)
         found: list[Any] = [None] * 5
         if needs[0]:
@@ -234,7 +170,7 @@ class CpuRunner:
     def _grad_q(self, tokens: Sequence[Any], walk: Walk, start: States, opt: Options) -> torch.Tensor:
         q, k, v = tokens[:3]
         dq = outputs.empty_like(q)
-        switches, cut = (FULL, _cut(walk)) if opt.causal else (EMIT, _spread(walk, q))
+        switches, cut = (FULL, cut_in_time(walk)) if opt.causal else (EMIT, spread(walk, q))
         if opt.causal and cut.segments > 1:
             start, _ = self._segment_starts(k, v, cut, start, opt)
         launch(self.bwd_q, switches, cut, opt, (*tokens, dq), start)
@@ -246,7 +182,7 @@ class CpuRunner:
         """dk, dv and the gradient of the initial state, from that of the final state."""
         k, v = tokens[1:3]
         dk, dv = (outputs.empty_like(x) if emit else None for x in (k, v))
-        cut = _cut(walk)
+        cut = cut_in_time(walk)
         if opt.causal and cut.segments == 1:
             end = _empty_states(walk, k, walk.N)
             switches = FULL if emit else CARRY
@@ -258,42 +194,8 @@ class CpuRunner:
         if emit and opt.causal:
             launch(self.bwd_kv, FULL, cut, opt, (*tokens, dk, dv), starts)
         elif emit:
-            launch(self.bwd_kv, EMIT, _spread(walk, k), opt, (*tokens, dk, dv), end)
+            launch(self.bwd_kv, EMIT, spread(walk, k), opt, (*tokens, dk, dv), end)
         return dk, dv, end.kv, end.z
-
-
-def _walk(q: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None) -> Walk:
-    B, T, H, K = q.shape
-    cu = None if lengths is None else lengths.to(torch.int64).contiguous()
-    return Walk(B if cu is None else cu.shape[0] - 1, T, H, v.shape[2] // H, K, v.shape[3], cu=cu)
-
-
-def _walk_of(walk: Walk, x: torch.Tensor) -> Walk:
-    """The same walk over x's tokens: in cross attention keys and queries differ in number."""
-    return walk._replace(T=x.shape[1])
-
-
-def _segments(walk: Walk) -> int:
-    """Cuts of time that give every thread work: 1 when sequences and heads already do."""
-    sequences = walk.N * walk.H
-    if sequences == 0 or 2 * sequences > walk.threads:
-        return 1
-    tokens = walk.T if walk.cu is None else walk.T // walk.N
-    return max(1, min(walk.threads // sequences, tokens // SEGMENT_TOKENS))
-
-
-def _cut(walk: Walk) -> Walk:
-    """Cut into segments that have states of their own."""
-    segments = _segments(walk)
-    return walk if segments == 1 else walk._replace(segments=segments, segment_states=True)
-
-
-def _spread(walk: Walk, x: torch.Tensor) -> Walk:
-    """Cut into segments that read one state, over x's tokens: nothing is carried, so a cut costs nothing."""
-    walk = _walk_of(walk, x)
-    tokens = walk.T if walk.cu is None else walk.T // max(walk.N, 1)
-    segments = max(1, min(walk.threads, tokens // SEGMENT_TOKENS))
-    return walk._replace(segments=segments)
 
 
 def _prefix(parts: States, initial: States, cut: Walk, reverse: bool = False) -> tuple[States, States]:
@@ -345,7 +247,7 @@ class CpuDecode:
             return None
         block = self.decode.addresses(*[0] * 8) + fixed
         arguments = step_arguments(q, k, v, kv, z, None, out)
-        return launched(self.decode, block, arguments, "cpu", [_threads_as_now()])
+        return launched(self.decode, block, arguments, "cpu", [threads_as_now()])
 
     def _in_place(self, q: Any, k: Any, v: Any, kv: Any, z: Any, opt: Options, out: Any) -> bytes | None:
         """The fixed words of a call, or None where the kernel cannot work on the tensors where they are."""
@@ -365,7 +267,7 @@ class CpuDecode:
         B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
         HV, V = v.shape[-2:]
         # bound by bytes: a multiply-add here costs several of a chunk's
-        sizes = (B, n, H, HV // H, K, V, 1, 0, _threads(4 * B * n * HV * K * V))
+        sizes = (B, n, H, HV // H, K, V, 1, 0, threads_for(4 * B * n * HV * K * V))
         words = [w for s in strides[:4] for w in ((s[0], 0, s[1]) if len(s) == 3 else s[:3])]
         return self.decode.fixed(*sizes, *_option_words(opt), *words, *strides[4][:2], *strides[5][:2])
 

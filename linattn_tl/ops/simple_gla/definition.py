@@ -1,0 +1,155 @@
+"""Scalar-gated linear attention in plain torch: the definition, token by token, and the same in chunks.
+
+`recurrent` is the truth that everything else is checked against, in float64. `TorchRunner` is the torch backend:
+chunked, on any device and dtype, differentiable any number of times.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+CHUNK = 64
+
+
+class Options(NamedTuple):
+    """The plain arguments of simple_gla."""
+
+    scale: float = 1.0
+    output_final_state: bool = False
+
+
+Outputs = tuple[torch.Tensor, torch.Tensor]  # o and the state of one batch
+
+
+def _widened(q: Any, k: Any, v: Any, g: Any, opt: Options) -> tuple[torch.Tensor, ...]:
+    """scale q, k, v [B, HV, T, D] and g [B, HV, T] in at least fp32."""
+    acc, heads = torch.promote_types(q.dtype, torch.float32), v.shape[2] // max(q.shape[2], 1)
+    q, k, v = (x.to(acc).transpose(1, 2) for x in (q, k, v))
+    if heads != 1:
+        q, k = q.repeat_interleave(heads, 1), k.repeat_interleave(heads, 1)
+    return opt.scale * q, k, v, g.to(acc).transpose(1, 2)
+
+
+def recurrent(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options) -> Outputs:
+    """The recurrence as it is written, one token at a time; state [B, HV, K, V] is the initial one."""
+    out_dtype = v.dtype
+    q, k, v, g = _widened(q, k, v, g, opt)
+    o = []
+    for t in range(k.shape[2]):
+        state = g[:, :, t].exp()[..., None, None] * state + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
+        o.append((q[:, :, t].unsqueeze(-2) @ state).squeeze(-2))
+    out = torch.stack(o, 1) if o else v.transpose(1, 2)
+    return out.to(out_dtype), state
+
+
+def _decays(g: torch.Tensor) -> torch.Tensor:
+    """exp(g_{j+1} + ... + g_i) [..., C, C] for j <= i, else 0, of g [..., C].
+
+    Each sum is made by itself. A difference of running sums would lose a small gate behind a large one, and
+    -inf - -inf is no number.
+    """
+    C = g.shape[-1]
+    below = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
+    sums = g.unsqueeze(-1).expand(*g.shape, C).masked_fill(~below, 0).cumsum(-2)
+    return sums.masked_fill(~(below | torch.eye(C, dtype=torch.bool, device=g.device)), -torch.inf).exp()
+
+
+def chunked(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options, chunk: int = CHUNK) -> Outputs:
+    """The same in chunks: O = (D * Q K^T) V + f * Q S, S = f_C S + K^T (l * V); D, f and l are decays."""
+    out_dtype = v.dtype
+    q, k, v, g = _widened(q, k, v, g, opt)
+    parts = [v[:, :, :0]]
+    for start in range(0, k.shape[2], chunk):
+        qc, kc, vc, gc = (x[:, :, start : start + chunk] for x in (q, k, v, g))
+        inside, first = _decays(gc), gc.cumsum(-1).exp()
+        parts.append((inside * (qc @ kc.mT)) @ vc + first.unsqueeze(-1) * (qc @ state))
+        state = first[..., -1, None, None] * state + kc.mT @ (inside[..., -1, :].unsqueeze(-1) * vc)
+    return torch.cat(parts, 2).transpose(1, 2).to(out_dtype), state
+
+
+def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, opt: Options) -> Outputs:
+    """form over each packed sequence of its own, or over the batch. A missing initial state is zeros."""
+    q, k, v, g, state = inputs
+    N = q.shape[0] if lengths is None else lengths.shape[0] - 1
+    if state is None:
+        acc = torch.promote_types(q.dtype, torch.float32)
+        state = torch.zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=acc, device=q.device)
+    if lengths is None:
+        return form(q, k, v, g, state, opt)
+    parts = [
+        form(*(x[:, a:b] for x in (q, k, v, g)), state[i : i + 1], opt)
+        for i, (a, b) in enumerate(pairwise(lengths.tolist()))
+    ]
+    if not parts:
+        return v.new_zeros(v.shape), state
+    o, states = zip(*parts, strict=True)
+    return torch.cat(o, 1), torch.cat(states)
+
+
+def _full_precision(x: torch.Tensor) -> Any:
+    """No autocast inside: it would do the fp32 sums in 16 bits."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+class TorchRunner:
+    """The torch backend, and with form=recurrent the definition."""
+
+    differentiable = True
+
+    def __init__(self, form: Callable[..., Outputs] = chunked):
+        self.form = form
+
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
+        with _full_precision(inputs[0]):
+            o, state = packed(self.form, inputs, lengths, opt)
+        if state is inputs[4] and state is not None:  # without a token: it belongs to the caller
+            state = state.clone()
+        return (o, state if opt.output_final_state else None), ()
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        saved: Sequence[Any],
+        lengths: Any,
+        grads: Sequence[Any],
+        needs: Sequence[bool],
+        opt: Options,
+    ) -> list[Any]:
+        """By torch's own differentiation; used where the forward pass was traced."""
+        leaves: list[Any] = [
+            None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)
+        ]
+        with torch.enable_grad():
+            outputs, _ = self.forward(leaves, lengths, opt)
+        pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x is not None and g is not None]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+        found = iter(torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+        return [
+            (torch.zeros_like(x) if (d := next(found)) is None else d) if need else None
+            for x, need in zip(inputs, needs, strict=True)
+        ]
+
+
+def decode(q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, opt: Options, out: Any) -> Any:
+    """One step in place on the pool's rows; q [B, H, K] or [B, n, H, K]. The decode op's torch backend."""
+    if q.ndim == 3:
+        q, k, v, g = (x.unsqueeze(1) for x in (q, k, v, g))
+        decode(q, k, v, g, state, slots, opt, out.unsqueeze(1))
+        return out
+    with _full_precision(q):
+        if slots is None:
+            o, new = recurrent(q, k, v, g, state, opt)
+            state.copy_(new)
+            return out.copy_(o)
+        live = slots >= 0
+        picked = slots[live].long()
+        o, new = recurrent(q[live], k[live], v[live], g[live], state[picked], opt)
+    state[picked] = new.to(state.dtype)
+    out[live] = o.to(out.dtype)
+    out[~live] = 0  # last: out may be one of the inputs
+    return out

@@ -1,0 +1,225 @@
+"""How a kernel of this family is tried: inputs, the check against the float64 definition, and what to time.
+
+Used before a binary is stored, by the tuner for every candidate, and by the tests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from autotune.verify import VerificationError, check_close
+from linattn_tl import walks
+from linattn_tl.ops.simple_gla.cpu import NOTHING, CpuDecode, CpuRunner, Crossing, new_crossing
+from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, decode, recurrent
+from linattn_tl.walks import Walk
+from tl_kernels.simple_gla import cpu as kernels
+from tl_kernels.spec import Kernel, Problem
+
+TRUTH = TorchRunner(recurrent)
+DIMS = ((64, 64), (40, 72))  # one that fills panels and tiles, and one that leaves both ragged
+PLAIN = Options(scale=0.2)
+FORGETS = float("-inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check: sizes, options, and whether there is a state to start from and a gradient of the last one."""
+
+    B: int = 1
+    T: int = 70
+    H: int = 2
+    heads: int = 1
+    options: Options = PLAIN
+    state: bool = False
+    lengths: tuple[int, ...] | None = None
+    decay: str = "mixed"  # or "strong": e-12 a token, and none at all on some
+
+
+CASES = (
+    Case(),
+    Case(T=67, H=1, heads=2, state=True, options=Options(0.3, output_final_state=True)),
+    Case(T=130, state=True, lengths=(0, 5, 5, 69, 130), options=Options(0.2, output_final_state=True)),
+    Case(B=2, T=33, heads=3, options=Options(0.1, output_final_state=True)),
+    Case(T=80, state=True, options=Options(1.0, output_final_state=True), decay="strong"),
+)
+
+
+def gates(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[B, T, HV]: some near 0, some strong; a token that forgets all and one that keeps all in each sequence."""
+    shape = case.B, case.T, case.H * case.heads
+    g = -(torch.rand(shape, generator=generator) ** 3)
+    if case.decay == "strong":
+        g = torch.where(torch.rand(shape, generator=generator) < 0.7, -27.6, g)
+    if case.T > 20:
+        g[:, 17], g[:, 11] = FORGETS, 0.0
+    return g
+
+
+def example(case: Case, p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
+    """(q, k, v, g, state) in the problem's dtype, g and state in fp32, and lengths."""
+    r = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, p.dtype)
+    N, HV = case.B if case.lengths is None else len(case.lengths) - 1, case.H * case.heads
+    q, k = (torch.randn(case.B, case.T, case.H, p.K, generator=r).to(dtype) for _ in "qk")
+    v = torch.randn(case.B, case.T, HV, p.V, generator=r).to(dtype)
+    state = torch.randn(N, HV, p.K, p.V, generator=r) if case.state else None
+    lengths = None if case.lengths is None else torch.tensor(case.lengths)
+    return [q, k, v, gates(case, r), state], lengths
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the definition gives in float64: o and the final state, the upstream gradients used, and those found."""
+
+    outputs: tuple[Any, ...]
+    upstream: tuple[Any, ...]
+    grads: list[Any]
+
+
+def truth(inputs: list[Any], lengths: Any, opt: Options, seed: int = 1) -> Truth:
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    (o, state), _ = TRUTH.forward(exact, lengths, opt._replace(output_final_state=True))
+    r = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(o.shape, generator=r).to(inputs[2].dtype)]
+    upstream += [torch.randn(state.shape, generator=r) if opt.output_final_state else None]
+    pairs = [(out, u.double()) for out, u in zip((o, state), upstream, strict=True) if u is not None]
+    leaves = [x for x in exact if x is not None]
+    found = iter(torch.autograd.grad([a for a, _ in pairs], leaves, [b for _, b in pairs], allow_unused=True))
+    grads = [None if x is None else next(found) for x in exact]
+    return Truth((o.detach(), state.detach()), tuple(upstream), grads)
+
+
+@cache
+def _solved(i: int, p: Problem) -> tuple[list[Any], Any, Truth]:
+    """A case and its truth, computed once in a process that checks many candidates."""
+    inputs, lengths = example(CASES[i], p, seed=i)
+    return inputs, lengths, truth(inputs, lengths, CASES[i].options)
+
+
+def check(kernel: Kernel, p: Problem, launcher: Any) -> None:
+    """VerificationError unless one kernel of the family, by a loaded binary of it, is right in every case.
+
+    Whatever mode the caller is in: a first call may be made under no_grad, inference_mode or autocast.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for K, V in DIMS:
+            _check_dims(kernel, p._replace(K=K, V=V), runner_of(kernel, launcher))
+
+
+def runner_of(kernel: Kernel, launcher: Any) -> Any:
+    """A runner that has one kernel only."""
+    return (CpuDecode if kernel.name == kernels.DECODE.name else CpuRunner)({kernel.name: launcher})
+
+
+def _check_dims(kernel: Kernel, p: Problem, runner: Any) -> None:
+    if kernel.name == kernels.DECODE.name:
+        return _check_decode(p, runner)
+    for i, case in enumerate(CASES):
+        inputs, lengths, exact = _solved(i, p)
+        try:
+            if kernel.name == kernels.FWD.name:
+                _check_forward(runner, inputs, lengths, case.options, exact)
+            else:
+                _check_backward(kernel, runner, inputs, lengths, case.options, exact)
+        except VerificationError as error:
+            raise VerificationError(f"{kernel.name} {p.dtype} K={p.K} V={p.V}, {case}: {error}") from None
+    return None
+
+
+def _check_forward(runner: CpuRunner, inputs: list[Any], lengths: Any, opt: Options, exact: Truth) -> None:
+    outputs, _ = runner.forward(inputs, lengths, opt)
+    for name, x, want in zip(("o", "state"), outputs, exact.outputs, strict=True):
+        if x is not None:
+            check_close(name, x, want, dtype=_budget(name, inputs))
+
+
+def _check_backward(
+    kernel: Kernel, runner: CpuRunner, inputs: list[Any], lengths: Any, opt: Options, exact: Truth
+) -> None:
+    """What one of the two kernels makes; what it needs of the other comes from the definition."""
+    tokens, walk, (initial, dfinal) = runner.prepared(inputs, lengths, exact.upstream)
+    given = crossing_of(inputs, lengths, exact.upstream[0], opt, walk)
+    if kernel.name == kernels.BWD_Q.name:
+        crossing = new_crossing(walk, inputs[2])
+        assert crossing.c is not None and crossing.states is not None
+        crossing.states.fill_(0)
+        found = {"dq": (runner.grad_q(tokens, walk, initial, crossing, opt), exact.grads[0])}
+        found |= {"c": (crossing.c, given.c), "states": (crossing.states, given.states)}
+    else:
+        rounded = Crossing(given.c.float(), given.states.float())
+        grads = runner.grad_kv(tokens, walk, dfinal, rounded, opt)
+        found = dict(zip(("dk", "dv", "dg", "dstate"), zip(grads, exact.grads[1:], strict=True), strict=True))
+        if inputs[4] is None:
+            del found["dstate"]
+    for name, (x, want) in found.items():
+        want = torch.zeros_like(x).double() if want is None else want
+        check_close(name, x, want, dtype="float32" if name == "states" else _budget("o", inputs))
+
+
+def crossing_of(inputs: list[Any], lengths: Any, dout: Any, opt: Options, walk: Walk) -> Any:
+    """A Crossing by the definition, in float64."""
+    q, k, v, g = (x.double() for x in inputs[:4])
+    initial = inputs[4]
+    heads, C = walk.heads, kernels.BACKWARD_CHUNK
+    q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
+    states = walks.chunk_states(walk, C).double().zero_()
+    before = decay = torch.zeros(())
+    c = torch.zeros(v.shape[:3], dtype=torch.float64)
+    bounds = [(n, 0, walk.T) for n in range(walk.N)]
+    if lengths is not None:
+        bounds = [(0, a, b) for a, b in pairwise(lengths.tolist())]
+    for n, (row, begin, end) in enumerate(bounds):
+        S = torch.zeros(*v.shape[2:3], walk.K, walk.V).double() if initial is None else initial[n].double()
+        slot = n * -(-walk.T // C) if lengths is None else begin // C + n
+        for t in range(begin, end):
+            if (t - begin) % C == 0:
+                before, decay = S.clone(), torch.zeros_like(g[row, t])
+                states[slot + (t - begin) // C, :, : walk.K, : walk.V] = before
+            decay = decay + g[row, t]
+            mine = q[row, t].unsqueeze(-2) @ before @ dout[row, t].double().unsqueeze(-1)
+            c[row, t] = opt.scale * decay.exp() * mine.flatten()
+            S = g[row, t].exp()[:, None, None] * S + k[row, t].unsqueeze(-1) * v[row, t].unsqueeze(-2)
+    return Crossing(c, states)
+
+
+def _budget(name: str, inputs: list[Any]) -> str:
+    """The dtype whose budget holds: a fp32 state made of 16-bit outputs is only as good as those."""
+    dtype = str(inputs[0].dtype).removeprefix("torch.")
+    return "float32" if name == "state" else dtype
+
+
+def _check_decode(p: Problem, runner: CpuDecode) -> None:
+    for n, heads, slots in ((1, 1, None), (6, 2, [2, -1, 0])):
+        case = Case(B=3, T=n, H=2, heads=heads)
+        (q, k, v, g, _), _ = example(case, p, seed=n)
+        g[0, 0] = FORGETS
+        (*_, state), _ = example(Case(B=4 if slots else 3, T=1, H=2, heads=heads, state=True), p, seed=9)
+        picked = None if slots is None else torch.tensor(slots)
+        exact, opt = state.double(), Options(0.3, output_final_state=True)
+        want = torch.zeros_like(v, dtype=torch.float64)
+        decode(q.double(), k.double(), v.double(), g.double(), exact, picked, opt, want)
+        got = runner(q, k, v, g, state, picked, opt, torch.full_like(v, float("nan")))
+        for name, x, y in (("o", got, want), ("state", state, exact)):
+            check_close(f"decode n={n}: {name}", x, y, dtype=p.dtype if name == "o" else "float32")
+
+
+def workload(kernel: Kernel, p: Problem, launcher: Any) -> tuple[Callable[[], object], float]:
+    """What the tuner times for a kernel, and its floating-point operations (0 where bytes bound it)."""
+    runner = runner_of(kernel, launcher)
+    if kernel.name == kernels.DECODE.name:
+        (q, k, v, g, state), _ = example(Case(B=4, T=1, H=8, state=True), p)
+        out, opt = torch.empty_like(v), Options(output_final_state=True)
+        return lambda: runner(q, k, v, g, state, None, opt, out), 0.0
+    case = Case(B=1, T=1024, H=4)
+    inputs, lengths = example(case, p)
+    tokens = case.B * case.T * case.H
+    if kernel.name == kernels.FWD.name:
+        return lambda: runner.forward(inputs, lengths, case.options), tokens * (4.0 * p.K * p.V)
+    prepared, walk, start = runner.prepared(inputs, lengths, (torch.randn_like(inputs[2]), None))
+    if kernel.name == kernels.BWD_Q.name:
+        return lambda: runner.grad_q(prepared, walk, start[0], NOTHING, case.options), tokens * (4.0 * p.K * p.V)
+    return lambda: runner.grad_kv(prepared, walk, start[1], NOTHING, case.options), tokens * (6.0 * p.K * p.V)
