@@ -5,12 +5,12 @@ chunked, on any device and dtype, differentiable any number of times.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from linattn_tl.plain import PlainRunner, full_precision
 from tl_kernels.spec import ELU1, IDENTITY, RELU
 
 FEATURE_MAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -121,22 +121,14 @@ def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, op
     return torch.cat(o, 1), torch.cat(kvs), torch.cat(zs), torch.cat(dens, 1)
 
 
-def _full_precision(x: torch.Tensor) -> Any:
-    """No autocast inside: it would do the fp32 sums in 16 bits."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-class TorchRunner:
+class TorchRunner(PlainRunner):
     """The torch backend, and with form=recurrent the definition."""
-
-    differentiable = True
 
     def __init__(self, form: Callable[..., Outputs] = chunked):
         self.form = form
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        with _full_precision(inputs[0]):
+        with full_precision(inputs[0]):
             o, kv, z, den = packed(self.form, inputs, lengths, opt)
         # without a token the sums are the initial tensors themselves, which belong to the caller
         kv, z = (x.clone() if x is given else x for x, given in zip((kv, z), inputs[3:], strict=True))
@@ -145,33 +137,6 @@ class TorchRunner:
             return (o, kv, z), (den, *nothing)
         return (o, *nothing), (den, *(nothing if opt.causal else (kv, z)))
 
-    def backward(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        saved: Sequence[Any],
-        lengths: Any,
-        grads: Sequence[Any],
-        needs: Sequence[bool],
-        opt: Options,
-    ) -> list[Any]:
-        """Gradients by autograd, for callers that stand below it (library ops): computes forward again."""
-        with torch.enable_grad():
-            leaves = [
-                x if x is None else x.detach().requires_grad_(bool(n)) for x, n in zip(inputs, needs, strict=True)
-            ]
-            outputs, _ = self.forward(leaves, lengths, opt._replace(output_final_state=True))
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-            wanted: Any = [x for x, n in zip(leaves, needs, strict=True) if n]
-            if not pairs or not wanted:
-                return [torch.zeros_like(x) if n else None for x, n in zip(inputs, needs, strict=True)]
-            found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-        return [_or_zeros(next(found), x) if n else None for x, n in zip(inputs, needs, strict=True)]
-
-
-def _or_zeros(grad: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x) if grad is None else grad
-
 
 @torch.no_grad()
 def decode(q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
@@ -179,7 +144,7 @@ def decode(q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, ou
     if q.ndim == 3:
         decode(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), kv, z, slots, opt, out.unsqueeze(1))
         return out
-    with _full_precision(q):
+    with full_precision(q):
         if slots is None:
             o, new_kv, new_z, _ = recurrent(q, k, v, kv, z, opt)
             kv.copy_(new_kv)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from autotune.verify import VerificationError, check_close
+from linattn_tl import truths
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
+from linattn_tl.truths import Truth
 from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.spec import Kernel, Problem
 
@@ -60,40 +62,15 @@ def example(case: Case, p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
 
 
 @cache
-def _solved(i: int, p: Problem) -> tuple[list[Any], Any, "Truth"]:
+def _solved(i: int, p: Problem) -> tuple[list[Any], Any, Truth]:
     """A case and its truth, computed once in a process that checks many candidates."""
     inputs, lengths = example(CASES[i], p, seed=i)
     return inputs, lengths, truth(inputs, lengths, CASES[i].options)
 
 
-def _double(x: Any, grad: bool = True) -> Any:
-    return None if x is None else x.detach().double().requires_grad_(grad)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What the definition gives in float64: outputs, den, the upstream gradients used and the gradients found."""
-
-    outputs: tuple[Any, ...]
-    saved: tuple[Any, ...]
-    upstream: tuple[Any, ...]
-    grads: list[Any]
-
-
-def truth(inputs: list[Any], lengths: Any, opt: Options, seed: int = 1) -> Truth:
-    exact = [_double(x) for x in inputs]
-    full = opt._replace(output_final_state=True)
-    (o, kv, z), (den, _, _) = TRUTH.forward(exact, lengths, full)
-    g = torch.Generator().manual_seed(seed)
-    wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    upstream = [torch.randn(o.shape, generator=g).to(inputs[2].dtype)]
-    upstream += [torch.randn(x.shape, generator=g).to(wide) if opt.output_final_state else None for x in (kv, z)]
-    pairs = [(out, u.double()) for out, u in zip((o, kv, z), upstream, strict=True) if u is not None]
-    leaves = [x for x in exact if x is not None]
-    found = iter(torch.autograd.grad([a for a, _ in pairs], leaves, [b for _, b in pairs], allow_unused=True))
-    grads = [None if x is None else next(found) for x in exact]
-    detached = tuple(x.detach() for x in (o, kv, z))
-    return Truth(detached, (den.detach(), None, None), tuple(upstream), grads)
+def truth(inputs: list[Any], lengths: Any, opt: Options) -> Truth:
+    """By the definition, token by token."""
+    return truths.truth(TRUTH, inputs, lengths, opt)
 
 
 def check(kernel: Kernel, p: Problem, launcher: Any) -> None:

@@ -5,11 +5,12 @@ chunked, on any device and dtype, differentiable any number of times.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+from linattn_tl.plain import PlainRunner, full_precision
 
 CHUNK = 64
 
@@ -89,59 +90,28 @@ def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, op
     return torch.cat(o, 1), torch.cat(states)
 
 
-def _full_precision(x: torch.Tensor) -> Any:
-    """No autocast inside: it would do the fp32 sums in 16 bits."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-class TorchRunner:
+class TorchRunner(PlainRunner):
     """The torch backend, and with form=recurrent the definition."""
-
-    differentiable = True
 
     def __init__(self, form: Callable[..., Outputs] = chunked):
         self.form = form
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        with _full_precision(inputs[0]):
+        with full_precision(inputs[0]):
             o, state = packed(self.form, inputs, lengths, opt)
         if state is inputs[4] and state is not None:  # without a token: it belongs to the caller
             state = state.clone()
         return (o, state if opt.output_final_state else None), ()
 
-    def backward(
-        self,
-        inputs: Sequence[Any],
-        results: Sequence[Any],
-        saved: Sequence[Any],
-        lengths: Any,
-        grads: Sequence[Any],
-        needs: Sequence[bool],
-        opt: Options,
-    ) -> list[Any]:
-        """By torch's own differentiation; used where the forward pass was traced."""
-        leaves: list[Any] = [
-            None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)
-        ]
-        with torch.enable_grad():
-            outputs, _ = self.forward(leaves, lengths, opt)
-        pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x is not None and g is not None]
-        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
-        found = iter(torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-        return [
-            (torch.zeros_like(x) if (d := next(found)) is None else d) if need else None
-            for x, need in zip(inputs, needs, strict=True)
-        ]
 
-
+@torch.no_grad()
 def decode(q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, opt: Options, out: Any) -> Any:
     """One step in place on the pool's rows; q [B, H, K] or [B, n, H, K]. The decode op's torch backend."""
     if q.ndim == 3:
         q, k, v, g = (x.unsqueeze(1) for x in (q, k, v, g))
         decode(q, k, v, g, state, slots, opt, out.unsqueeze(1))
         return out
-    with _full_precision(q):
+    with full_precision(q):
         if slots is None:
             o, new = recurrent(q, k, v, g, state, opt)
             state.copy_(new)

@@ -15,6 +15,7 @@ from autotune.verify import VerificationError, check_close
 from linattn_tl import walks
 from linattn_tl.ops.simple_gla.cpu import NOTHING, CpuDecode, CpuRunner, Crossing, new_crossing
 from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, decode, recurrent
+from linattn_tl.truths import Truth, truth
 from linattn_tl.walks import Walk
 from tl_kernels.simple_gla import cpu as kernels
 from tl_kernels.spec import Kernel, Problem
@@ -71,33 +72,11 @@ def example(case: Case, p: Problem, seed: int = 0) -> tuple[list[Any], Any]:
     return [q, k, v, gates(case, r), state], lengths
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What the definition gives in float64: o and the final state, the upstream gradients used, and those found."""
-
-    outputs: tuple[Any, ...]
-    upstream: tuple[Any, ...]
-    grads: list[Any]
-
-
-def truth(inputs: list[Any], lengths: Any, opt: Options, seed: int = 1) -> Truth:
-    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    (o, state), _ = TRUTH.forward(exact, lengths, opt._replace(output_final_state=True))
-    r = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(o.shape, generator=r).to(inputs[2].dtype)]
-    upstream += [torch.randn(state.shape, generator=r) if opt.output_final_state else None]
-    pairs = [(out, u.double()) for out, u in zip((o, state), upstream, strict=True) if u is not None]
-    leaves = [x for x in exact if x is not None]
-    found = iter(torch.autograd.grad([a for a, _ in pairs], leaves, [b for _, b in pairs], allow_unused=True))
-    grads = [None if x is None else next(found) for x in exact]
-    return Truth((o.detach(), state.detach()), tuple(upstream), grads)
-
-
 @cache
 def _solved(i: int, p: Problem) -> tuple[list[Any], Any, Truth]:
     """A case and its truth, computed once in a process that checks many candidates."""
     inputs, lengths = example(CASES[i], p, seed=i)
-    return inputs, lengths, truth(inputs, lengths, CASES[i].options)
+    return inputs, lengths, truth(TRUTH, inputs, lengths, CASES[i].options)
 
 
 def check(kernel: Kernel, p: Problem, launcher: Any) -> None:
