@@ -300,7 +300,7 @@ def op_checks(session: Session) -> list[Check]:
 
 
 def _op_checks(session: Session) -> Iterator[Check]:
-    for subject in subjects():
+    for subject in subjects(session):
         passes = (FORWARD, BACKWARD) if subject.differentiable else (DECODE,)
         cases = sequence_cases(session) if subject.differentiable else decode_cases(session)
         for dtype in DTYPES:
@@ -311,7 +311,7 @@ def _op_checks(session: Session) -> Iterator[Check]:
                         yield Check(name, partial(one.check, subject, case, session.device, session.backend))
 
 
-def subjects() -> list[Subject]:
-    """What tests/ops says of every op that the registry has; KeyError for one that it says nothing of."""
-    known = conformance.subjects()
-    return [known[name] for name in registry.all_ops()]
+def subjects(session: Session) -> list[Subject]:
+    """What tests/ops says of every op with kernels for the device; KeyError for one that it says nothing of."""
+    known, kind = conformance.subjects(), "cuda" if session.cuda else "cpu"
+    return [known[name] for name, op in registry.all_ops().items() if kind in op.compiled]

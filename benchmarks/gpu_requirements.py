@@ -21,7 +21,7 @@ from autotune.store import Entry
 from benchmarks import gpu_cases
 from benchmarks.gpu_cases import check_backward, check_outputs, check_served, state_argument
 from benchmarks.gpu_rows import Check, Found, NotRun, Session, WrongResult
-from linattn_tl import UnsupportedError, arrays, linear_attention, preload, registry
+from linattn_tl import UnsupportedError, arrays, linear_attention, packaging, preload, registry
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, recurrent
 from tests import conformance
 from tests.conformance import Case, Subject, Tensors
@@ -46,12 +46,12 @@ def groups(session: Session) -> list[str]:
     return [name for name in GROUPS if session.cuda or name in WITHOUT_GPU]
 
 
-def sequence_subjects() -> list[Subject]:
-    return [s for s in gpu_cases.subjects() if s.differentiable]
+def sequence_subjects(session: Session) -> list[Subject]:
+    return [s for s in gpu_cases.subjects(session) if s.differentiable]
 
 
-def decode_subjects() -> list[Subject]:
-    return [s for s in gpu_cases.subjects() if not s.differentiable]
+def decode_subjects(session: Session) -> list[Subject]:
+    return [s for s in gpu_cases.subjects(session) if not s.differentiable]
 
 
 def usual_dims(session: Session, op: str, dtype: str = DTYPE) -> tuple[int, int]:
@@ -65,7 +65,9 @@ def large_index(session: Session) -> list[Check]:
     """(a) a token tensor whose batch stride is beyond 2^31 elements; (b) more than 2^31 elements, on a large GPU."""
     if session.quick:
         return []
-    views = [Check(f"R07 {s.op}, batch stride above 2^31", partial(far_view, s, session)) for s in sequence_subjects()]
+    views = [
+        Check(f"R07 {s.op}, batch stride above 2^31", partial(far_view, s, session)) for s in sequence_subjects(session)
+    ]
     large = [Check("R07 linear_attention, more than 2^31 elements", partial(large_tensors, session))]
     return views + (large if session.cuda else [])
 
@@ -148,7 +150,7 @@ def _need_bytes(device: torch.device, count: int) -> None:
 def head_dims(session: Session) -> list[Check]:
     """Each pair (K, V) is right, forward and backward, or is refused in words that say what is missing."""
     dims = QUICK_HEAD_DIMS if session.quick else HEAD_DIMS
-    subjects = gpu_cases.subjects()
+    subjects = gpu_cases.subjects(session)
     sweep = [
         Check(f"R09 {s.op} K={K}, each V", partial(one_head_dim, s, K, dims, session)) for s in subjects for K in dims
     ]
@@ -232,7 +234,8 @@ def symbols(session: Session) -> list[Check]:
 
 
 def needs_libc_alone(session: Session) -> Found:
-    found = gpu_cases.entries(session.device)
+    stored = packaging.take_inventory(gpu_cases.runnable_archs(session.device), lambda *progress: None).stored
+    found = [x.entry for x in stored if x.state == "served"]  # others are of sources that have changed since
     for entry in found:
         complaints = static_check.check_usable(entry.manifest, entry.path.read_bytes())
         if complaints:
@@ -248,7 +251,7 @@ def side_stream(session: Session) -> list[Check]:
     """On a stream of its own, behind work that is still running: a kernel on another stream would read zeros."""
     return [
         Check(f"R13 {s.op}, {backend}, behind a busy stream", partial(behind_busy_stream, s, backend, session))
-        for s in gpu_cases.subjects()
+        for s in gpu_cases.subjects(session)
         for backend in (session.backend, arrays.BACKEND)
     ]
 
@@ -292,8 +295,11 @@ def _stream_case(subject: Subject, session: Session) -> Case:
 def graphs(session: Session) -> list[Check]:
     """Captured after preload, replayed with other contents; and what a capture without preload says."""
     return [
-        *(Check(f"R14 {s.op}, captured with slots", partial(captured_decode, s, session)) for s in decode_subjects()),
-        *(Check(f"R14 {s.op}, captured", partial(captured_forward, s, session)) for s in sequence_subjects()),
+        *(
+            Check(f"R14 {s.op}, captured with slots", partial(captured_decode, s, session))
+            for s in decode_subjects(session)
+        ),
+        *(Check(f"R14 {s.op}, captured", partial(captured_forward, s, session)) for s in sequence_subjects(session)),
         *(
             Check(f"R14 {op}, captured without preload", partial(captured_cold, op, session))
             for op in ("linear_attention", "linear_attention_decode")
@@ -451,7 +457,7 @@ def determinism(session: Session) -> list[Check]:
     """Repeats with the same inputs give the same bits, outputs and gradients."""
     return [
         Check(f"R18 {s.op} {dtype}, repeats", partial(repeats, s, dtype, session))
-        for s in sequence_subjects()
+        for s in sequence_subjects(session)
         for dtype in ("float32", DTYPE)
     ]
 
@@ -481,7 +487,7 @@ def _same_bits(name: str, x: torch.Tensor, want: torch.Tensor) -> None:
 def devices(session: Session) -> list[Check]:
     """On the last GPU while the first is current, where there are several; what is mixed is refused."""
     return [
-        *(Check(f"R+2 {s.op}, the device of q", partial(own_device, s, session)) for s in gpu_cases.subjects()),
+        *(Check(f"R+2 {s.op}, the device of q", partial(own_device, s, session)) for s in gpu_cases.subjects(session)),
         Check("R+2 linear_attention, mixed devices", partial(mixed_devices, session)),
     ]
 
@@ -518,8 +524,8 @@ def mixed_devices(session: Session) -> Found:
 
 def without_sync(session: Session) -> list[Check]:
     """torch's sync debug mode makes an error of what waits for the device."""
-    steps = [Check(f"no sync: {s.op}", partial(decode_without_sync, s, session)) for s in decode_subjects()]
-    both = [Check(f"no sync: {s.op}", partial(sequence_without_sync, s, session)) for s in sequence_subjects()]
+    steps = [Check(f"no sync: {s.op}", partial(decode_without_sync, s, session)) for s in decode_subjects(session)]
+    both = [Check(f"no sync: {s.op}", partial(sequence_without_sync, s, session)) for s in sequence_subjects(session)]
     return steps + both
 
 

@@ -12,6 +12,7 @@ import torch
 from autotune.launcher import keep
 from autotune.launcher.cpu import CpuBinary
 from autotune.launcher.repeat import Condition
+from linattn_tl import outputs
 
 SERIAL_MACS = 3_000_000  # multiply-adds of state work below which threads cost more than they give: about 0.2 ms
 SEGMENT_TOKENS = 256  # no segment shorter than this: its states cost as much as its tokens
@@ -117,7 +118,7 @@ def chunk_states(walk: Walk, chunk: int) -> torch.Tensor:
     """Memory for a state of each value head for each chunk of tokens."""
     slots = walk.N * -(-walk.T // chunk) if walk.cu is None else walk.T // chunk + walk.N
     padded = (-(-walk.K // 16) * 16, -(-walk.V // 16) * 16)
-    return torch.empty(slots, walk.H * walk.heads, *padded, dtype=torch.float32)
+    return outputs.empty((slots, walk.H * walk.heads, *padded), torch.float32, torch.device("cpu"))
 
 
 def fixed_words(binary: CpuBinary, walk: Walk, scalars: Sequence[Any], tokens: Sequence[Tensor]) -> bytes:
