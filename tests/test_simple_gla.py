@@ -65,6 +65,28 @@ def test_lightning_is_its_recurrence():
     check_close("state", state, S)
 
 
+def test_a_slope_has_a_gradient():
+    q, k, v = tokens()
+    slope = torch.tensor([0.1, 0.3, 2.0], requires_grad=True)
+    upstream = torch.randn_like(v)
+    (grad,) = torch.autograd.grad(lightning_attention(q, k, v, slope)[0], slope, upstream)
+    exact = slope.detach().double().requires_grad_()
+    o, _ = lightning_attention(q.double(), k.double(), v.double(), exact)
+    check_close("dslope", grad, torch.autograd.grad(o, exact, upstream.double())[0])
+
+
+def test_gates_of_16_bits_have_gradients_of_16_bits():
+    q, k, v = tokens(dtype=torch.bfloat16)
+    g = (-torch.rand(B, T, H)).bfloat16().requires_grad_()
+    o, _ = simple_gla(q, k, v, g)
+    (grad,) = torch.autograd.grad(o.float().square().sum(), g)
+    exact = g.detach().double().requires_grad_()
+    want = simple_gla(q.double(), k.double(), v.double(), exact)[0]
+    (wanted,) = torch.autograd.grad(want.square().sum(), exact)
+    assert grad.dtype == torch.bfloat16
+    check_close("dg", grad, wanted)
+
+
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, y_t = C_t^T h_t + D x_t, gated: arXiv 2405.21060, eq. 16, fig. 6."""
     dt = softplus(dt + dt_bias)
