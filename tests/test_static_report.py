@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autotune import cuda_build
-from benchmarks import static_report
+from benchmarks import compile_sweep, static_report
 from benchmarks.static_report import Row, table
 from tl_kernels.spec import Problem
 
@@ -64,3 +64,33 @@ def test_json(monkeypatch, capsys):
     monkeypatch.setattr(cuda_build, "missing", lambda: "")
     assert static_report.main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["registers"] == 168
+
+
+# ---- benchmarks/compile_sweep.py
+
+
+def test_a_sweep_compiles_what_calls_need():
+    jobs = compile_sweep.jobs_of(["sm_80", "sm_86"], ["bfloat16"], [64, 128], 1)
+    assert len(jobs) == len(set(jobs)) and {job.arch for job in jobs} == {"sm_80", "sm_86"}
+    assert {job.kernel for job in jobs} >= {"linear_attention.forward", "linear_attention.decode"}
+    assert len(compile_sweep.jobs_of(["sm_80"], ["bfloat16"], [64], 3)) > len(jobs) / 4
+
+
+def test_a_sweep_names_what_spills():
+    jobs = compile_sweep.jobs_of(["sm_80"], ["float32"], [64], 1)[:3]
+    found = [
+        compile_sweep.Compiled(jobs[0], 20_000, 100),
+        compile_sweep.Compiled(jobs[1], 30_000, 255, spill_bytes=16),
+        compile_sweep.Compiled(jobs[2], error="nvcc failed"),
+    ]
+    shown = compile_sweep.table(found)
+    assert "3 binaries, 0.05 MB" in shown
+    assert f"{jobs[1].kernel} sm_80 float32 64" in shown and "spills 16 bytes" in shown and "nvcc failed" in shown
+
+
+@pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing() or "")
+def test_a_sweep_of_one_kernel():
+    job = next(j for j in compile_sweep.jobs_of(["sm_80"], ["bfloat16"], [16], 1) if j.kernel.endswith(".scan"))
+    found = compile_sweep.compile_one(job)
+    assert (found.error, found.spill_bytes) == ("", 0)
+    assert 10_000 < found.bytes < 100_000 and 0 < found.registers < 255
