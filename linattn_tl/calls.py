@@ -1,14 +1,16 @@
 """What public ops check and settle alike, whatever the family."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from linattn_tl import apply, shapes
+from linattn_tl import apply, registry, shapes
+from linattn_tl.registry import Choice, Op
 from tl_kernels.spec import Problem
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_increment_version = torch.autograd.graph.increment_version
 DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in FLOATS}
 
 
@@ -110,3 +112,30 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise ValueError(f"{op}: {name} requires a gradient; expected torch.no_grad(), the step is in place")
+
+
+def step(
+    op: Op,
+    tokens: Sequence[torch.Tensor],
+    states: Mapping[str, torch.Tensor],
+    slots: torch.Tensor | None,
+    opt: Any,
+    out: torch.Tensor,
+    backend: str,
+) -> Choice:
+    """Checks that read values or memory, then the step itself, into states and out. tokens: q, k, v, and gates."""
+    for name, x in states.items():
+        shapes.check_writable(op.name, name, x)
+    given = tuple(states.values())
+    choice = registry.choose(op, problem_of(op.name, tokens[0], tokens[2]), backend)
+    if slots is not None and not (slots.is_cuda and choice.backend in registry.COMPILED):
+        shapes.check_slots(op.name, slots.tolist(), given[0].shape[0])
+    registry.note_backend(op.name, choice.backend)
+    dtype = tokens[0].dtype
+    if out.dtype == dtype:
+        choice.runner(*tokens, *given, slots, opt, out)
+    else:  # q, k, v of mixed dtypes were promoted
+        with torch.no_grad():
+            out.copy_(choice.runner(*tokens, *given, slots, opt, out.to(dtype)))
+    _increment_version((*given, out))
+    return choice

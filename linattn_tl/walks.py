@@ -135,3 +135,28 @@ def fixed_words(binary: CpuBinary, walk: Walk, scalars: Sequence[Any], tokens: S
 
 def _address(x: Tensor) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+# ---- steps
+
+
+def token_words(strides: Sequence[int], single: bool) -> tuple[int, int, int]:
+    """Sequence, token and head stride; [B, H, ...] of a single token has no second one."""
+    return (strides[0], 0, strides[1]) if single else (strides[0], strides[1], strides[2])
+
+
+def step_on_copies(
+    step: Any,
+    tokens: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    slots: Tensor,
+    opt: Any,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The step on copies of what the kernel cannot read or write in place."""
+    copies = [*(x.contiguous() for x in states), torch.empty_like(out, memory_format=torch.contiguous_format)]
+    step(*(x.resolve_neg().contiguous() for x in tokens), *copies[:-1], slots, opt, copies[-1])
+    for mine, copy in zip((*states, out), copies, strict=True):
+        if mine is not copy:
+            mine.copy_(copy)
+    return out

@@ -31,7 +31,6 @@ __all__ = ["LinearState", "linear_attention", "linear_attention_decode"]
 
 NAME, DECODE = "linear_attention", "linear_attention_decode"
 _traced_by_dynamo = torch.compiler.is_dynamo_compiling
-_increment_version = torch.autograd.graph.increment_version
 _passes, _steps = Repeats(NAME, PASS), Repeats(DECODE, STEP)
 FeatureMap = str | Callable[[torch.Tensor], torch.Tensor]
 
@@ -176,7 +175,7 @@ def _step(q: Any, k: Any, v: Any, state: Any, slots: Any, out: Any, *plain: Any)
         return o
     if out is not None:
         calls.check_out(DECODE, out, **{"state.kv": kv, "state.z": z})
-    choice = _decode_into(*tokens, kv, z, o, slots, opt, backend)
+    choice = calls.step(DECODE_OP, tokens, {"state.kv": kv, "state.z": z}, slots, opt, o, backend)
     if choice.backend in registry.COMPILED and calls.same(tokens, (q, k, v)):
         _steps.served(choice.backend, q.shape, plain, lambda: choice.runner.call(*tokens, kv, z, slots, opt, o))
     return o
@@ -354,25 +353,9 @@ def _decode_known(
     return (n["B"], n["H"], n["HV"]), dtype, _options(DECODE, phi, True, normalize, scale, eps, n["K"], True)
 
 
-def _decode_into(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, opt: Options, backend: str) -> Choice:
-    """Checks that read values or memory, then the step itself."""
-    shapes.check_writable(DECODE, "state.kv", kv)
-    shapes.check_writable(DECODE, "state.z", z)
-    choice = registry.choose(DECODE_OP, _problem((q, k, v), DECODE), backend)
-    if slots is not None and not (slots.is_cuda and choice.backend in registry.COMPILED):
-        shapes.check_slots(DECODE, slots.tolist(), kv.shape[0])
-    registry.note_backend(DECODE, choice.backend)
-    if out.dtype == q.dtype:
-        choice.runner(q, k, v, kv, z, slots, opt, out)
-    else:  # q, k, v of mixed dtypes were promoted
-        with torch.no_grad():
-            out.copy_(choice.runner(q, k, v, kv, z, slots, opt, out.to(q.dtype)))
-    _increment_version((kv, z, out))
-    return choice
-
-
 def _library_step(q: Any, k: Any, v: Any, kv: Any, z: Any, out: Any, slots: Any, *rest: Any) -> None:
-    _decode_into(q, k, v, kv, z, out, slots, Options(*rest[:5], output_final_state=True), rest[5])
+    opt = Options(*rest[:5], output_final_state=True)
+    calls.step(DECODE_OP, (q, k, v), {"state.kv": kv, "state.z": z}, slots, opt, out, rest[5])
 
 
 # ---- what the house needs to know

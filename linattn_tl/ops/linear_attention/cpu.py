@@ -17,7 +17,18 @@ from linattn_tl import outputs, shapes, walks
 from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
 from linattn_tl.repeats import launched
-from linattn_tl.walks import Walk, cut_in_time, over, rows, spread, threads_as_now, threads_for, walk_of
+from linattn_tl.walks import (
+    Walk,
+    cut_in_time,
+    over,
+    rows,
+    spread,
+    step_on_copies,
+    threads_as_now,
+    threads_for,
+    token_words,
+    walk_of,
+)
 from tl_kernels.linear_attention import cpu as kernels
 
 FULL, CARRY, EMIT = (1, 1, 1), (0, 0, 1), (0, 1, 0)  # causal, emit, carry
@@ -229,7 +240,7 @@ class CpuDecode:
             slots = slots.to(torch.int64).contiguous()
         fixed = self._in_place(q, k, v, kv, z, opt, out)
         if fixed is None:
-            return self._copied(q, k, v, kv, z, slots, opt, out)
+            return step_on_copies(self, (q, k, v), (kv, z), slots, opt, out)
         rows = 0 if slots is None else slots.data_ptr()
         addresses = self.decode.addresses(
             0, rows, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), kv.data_ptr(), z.data_ptr()
@@ -268,19 +279,8 @@ class CpuDecode:
         HV, V = v.shape[-2:]
         # bound by bytes: a multiply-add here costs several of a chunk's
         sizes = (B, n, H, HV // H, K, V, 1, 0, threads_for(4 * B * n * HV * K * V))
-        words = [w for s in strides[:4] for w in ((s[0], 0, s[1]) if len(s) == 3 else s[:3])]
+        words = [w for s in strides[:4] for w in token_words(s, q.ndim == 3)]
         return self.decode.fixed(*sizes, *_option_words(opt), *words, *strides[4][:2], *strides[5][:2])
-
-    def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """The step on copies of what the kernel cannot read or write in place."""
-        plain = torch.empty_like(out, memory_format=torch.contiguous_format)
-        pool_kv, pool_z = kv.contiguous(), z.contiguous()
-        q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
-        self(q, k, v, pool_kv, pool_z, slots, opt, plain)
-        for mine, copy in ((kv, pool_kv), (z, pool_z), (out, plain)):
-            if mine is not copy:
-                mine.copy_(copy)
-        return out
 
 
 def _readable(kv: torch.Tensor, z: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:

@@ -35,7 +35,6 @@ __all__ = [
 
 NAME, DECODE = "simple_gla", "simple_gla_decode"
 _traced_by_dynamo = torch.compiler.is_dynamo_compiling
-_increment_version = torch.autograd.graph.increment_version
 _passes, _steps = Repeats(NAME, PASS), Repeats(DECODE, STEP)
 State = torch.Tensor
 
@@ -367,7 +366,7 @@ def _step(op: str, q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, out: 
         return o
     if out is not None:
         calls.check_out(op, out, state=state)
-    choice = _decode_into(*tokens, state, o, slots, opt, backend)
+    choice = calls.step(DECODE_OP, tokens, {"state": state}, slots, opt, o, backend)
     if choice.backend in registry.COMPILED and calls.same(tokens, (q, k, v, g)):
         _steps.served(choice.backend, q.shape, plain, lambda: choice.runner.call(*tokens, state, slots, opt, o))
     return o
@@ -469,26 +468,9 @@ def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
         shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
 
 
-def _decode_into(
-    q: Any, k: Any, v: Any, g: Any, state: Any, out: Any, slots: Any, opt: Options, backend: str
-) -> Choice:
-    """Checks that read values or memory, then the step itself."""
-    shapes.check_writable(DECODE, "state", state)
-    choice = registry.choose(DECODE_OP, calls.problem_of(DECODE, q, v), backend)
-    if slots is not None and not (slots.is_cuda and choice.backend in registry.COMPILED):
-        shapes.check_slots(DECODE, slots.tolist(), state.shape[0])
-    registry.note_backend(DECODE, choice.backend)
-    if out.dtype == q.dtype:
-        choice.runner(q, k, v, g, state, slots, opt, out)
-    else:  # q, k, v of mixed dtypes were promoted
-        with torch.no_grad():
-            out.copy_(choice.runner(q, k, v, g, state, slots, opt, out.to(q.dtype)))
-    _increment_version((state, out))
-    return choice
-
-
 def _library_step(q: Any, k: Any, v: Any, g: Any, state: Any, out: Any, slots: Any, scale: float, backend: str) -> None:
-    _decode_into(q, k, v, g, state, out, slots, Options(scale, output_final_state=True), backend)
+    opt = Options(scale, output_final_state=True)
+    calls.step(DECODE_OP, (q, k, v, g), {"state": state}, slots, opt, out, backend)
 
 
 # ---- what the house needs to know

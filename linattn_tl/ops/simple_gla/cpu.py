@@ -16,7 +16,16 @@ from autotune.launcher.repeat import Argument, Call
 from linattn_tl import outputs, shapes, walks
 from linattn_tl.ops.simple_gla.definition import Options
 from linattn_tl.repeats import launched
-from linattn_tl.walks import Walk, cut_in_time, rows, threads_as_now, threads_for, walk_of
+from linattn_tl.walks import (
+    Walk,
+    cut_in_time,
+    rows,
+    step_on_copies,
+    threads_as_now,
+    threads_for,
+    token_words,
+    walk_of,
+)
 from tl_kernels.simple_gla import cpu as kernels
 
 PASS = (0, 0, 0, 0, 0)  # q, k, v, g, initial state
@@ -88,7 +97,7 @@ class CpuRunner:
             return None
         o, final = results
         fixed = walks.fixed_words(self.fwd, walk, (EMIT, CARRY, opt.scale), (*tokens, o))
-        tensors = [Argument(x, i) for i, x in enumerate((*tokens, initial)) if i < 4] + [Argument(initial, 5)]
+        tensors = [*(Argument(x, i) for i, x in enumerate(tokens)), Argument(initial, 5)]
         tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 4), (final, 6)) if x is not None]
         return launched(self.fwd, self.fwd.addresses(*[0] * 9) + fixed, tensors, "cpu", [threads_as_now()])
 
@@ -203,7 +212,7 @@ class CpuDecode:
             slots = slots.to(torch.int64).contiguous()
         fixed = self._in_place(q, k, v, g, state, opt, out)
         if fixed is None:
-            return self._copied(q, k, v, g, state, slots, opt, out)
+            return step_on_copies(self, (q, k, v, g), (state,), slots, opt, out)
         at = [0 if x is None else x.data_ptr() for x in (slots, q, k, v, g, out, state)]
         self.decode(self.decode.addresses(0, *at) + fixed)
         return out
@@ -245,21 +254,5 @@ class CpuDecode:
         # bound by bytes: a multiply-add here costs several of a chunk's
         sizes = (B, n, H, HV // H, K, V, 1, 0, threads_for(4 * B * n * HV * K * V))
         *given, state = strides
-        words = [w for s in given for w in _token_words(s, q.ndim == 3)]
+        words = [w for s in given for w in token_words(s, q.ndim == 3)]
         return self.decode.fixed(*sizes, opt.scale, *words, *state[:2])
-
-    def _copied(self, q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """The step on copies of what the kernel cannot read or write in place."""
-        plain = torch.empty_like(out, memory_format=torch.contiguous_format)
-        pool = state.contiguous()
-        q, k, v, g = (x.resolve_neg().contiguous() for x in (q, k, v, g))
-        self(q, k, v, g, pool, slots, opt, plain)
-        for mine, copy in ((state, pool), (out, plain)):
-            if mine is not copy:
-                mine.copy_(copy)
-        return out
-
-
-def _token_words(strides: tuple[int, ...], single: bool) -> tuple[int, int, int]:
-    """Sequence, token and head stride; [B, H, ...] of a single token has no second one."""
-    return (strides[0], 0, strides[1]) if single else (strides[0], strides[1], strides[2])
