@@ -1,7 +1,7 @@
 """The layout rules, read from the sources without importing them.
 
 Imports   linattn_tl -> autotune -> tl_kernels and linattn_tl -> tl_kernels, never back. A family in
-          tl_kernels imports tl_kernels.spec, the two modules of macros and itself; what families share
+          tl_kernels imports tl_kernels.spec, the modules of macros and of sizes, and itself; what families share
           imports no family.
 Weight    At module level only the standard library, torch, numpy and our own packages are imported: the
           package must import without tilelang and cupy. tl_kernels/macros.py and cuda_macros.py, sets of tile
@@ -31,7 +31,7 @@ ROOMS = {  # each room, and the rooms it may import
     "linattn_tl": {"linattn_tl", "autotune", "tl_kernels"},
 }
 LIGHT = {*ROOMS, "torch", "numpy", *sys.stdlib_module_names}
-SHARED = {"spec", "macros", "cuda_macros"}  # the modules of tl_kernels that every family may import
+SHARED = {"spec", "macros", "cuda_macros", "cuda_sizes"}  # the modules of tl_kernels that every family may import
 MACRO_MODULES = ("tl_kernels.macros.", "tl_kernels.cuda_macros.")
 MACROS = "tl_kernels/macros.py"
 TILE_PROGRAMS = (MACROS, "tl_kernels/cuda_macros.py")

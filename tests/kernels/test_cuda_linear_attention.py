@@ -17,8 +17,8 @@ from autotune.verify import check_close
 from linattn_tl.ops.linear_attention.definition import Options, decode, packed, recurrent
 from tests.conftest import CACHE
 from tests.test_cuda_runner import lowered
+from tl_kernels.cuda_sizes import SLACK_BYTES, Blocks, blocks_smem_bytes
 from tl_kernels.linear_attention import cuda, cuda_backward
-from tl_kernels.linear_attention.cuda_sizes import SLACK_BYTES, Blocks, blocks_smem_bytes
 from tl_kernels.spec import DTYPES, Problem
 
 MAPS = ("elu1", "relu", "identity")  # numbered as tl_kernels.macros numbers them

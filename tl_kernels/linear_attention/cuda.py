@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tl_kernels.linear_attention import cuda_backward, cuda_decode
-from tl_kernels.linear_attention.cuda_sizes import (
+from tl_kernels.cuda_sizes import (
     BYTES,
     OFFERED,
     SLACK_BYTES,

@@ -19,7 +19,7 @@ Gradients have a wide range, so that float16 is computed as float32 is: from two
 
 from collections.abc import Sequence
 
-from tl_kernels.linear_attention.cuda_sizes import Blocks, blocks_of, fitting, padded, tensor_cores, tile_dtype
+from tl_kernels.cuda_sizes import Blocks, blocks_of, fitting, padded, tensor_cores, tile_dtype
 from tl_kernels.spec import Kernel, Problem, Target
 
 

@@ -1,4 +1,4 @@
-"""Sizes of tiles and of shared memory that the CUDA kernels of linear attention agree on."""
+"""Sizes of tiles and of shared memory that the CUDA kernels of all families agree on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
