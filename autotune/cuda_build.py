@@ -70,7 +70,8 @@ def fingerprint(op: str) -> str:
     family = cpu_build.ROOT / "tl_kernels" / op
     files = [
         *(file for file in sorted(family.glob("*.py")) if not file.name.startswith("cpu")),
-        *(cpu_build.ROOT / "tl_kernels" / name for name in ("spec.py", "cuda_macros.py")),
+        cpu_build.ROOT / "tl_kernels" / "spec.py",
+        *sorted((cpu_build.ROOT / "tl_kernels").glob("cuda_*.py")),
         launcher.HEADER,
         launcher.DRIVER_HEADER,
         repeat.HEADER,
