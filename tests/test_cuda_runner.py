@@ -5,7 +5,6 @@ options; and that nothing is launched where there is nothing to do. A launch wit
 """
 
 import hashlib
-import importlib
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -21,17 +20,16 @@ from autotune import cuda_build, target
 from autotune.emulator import Emulated, lower
 from autotune.emulator.lowering import Lowered
 from autotune.verify import check_close
-from linattn_tl import launchers
+from linattn_tl import launchers, spans
+from linattn_tl.aligned import pool_strides, ready
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
-from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.registry import UnsupportedError
+from linattn_tl.spans import check_grid, refuse_sizes
 from tests.conftest import CACHE
 from tl_kernels.linear_attention import cuda as kernels
 from tl_kernels.spec import Kernel, Problem
-
-# the family's package has an attribute of this name, too, which is the kernels' module
-runners = importlib.import_module("linattn_tl.ops.linear_attention.cuda")
 
 K = V = 32
 TRUTH = TorchRunner(recurrent)
@@ -251,10 +249,10 @@ def test_without_a_kernel_for_both(needs: tuple[bool, ...]):
 @pytest.fixture
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 16 tokens or so: as a long sequence is cut, at sizes that the emulator can walk."""
-    monkeypatch.setattr(runners, "CARRIED_TOKENS", 16)
-    monkeypatch.setattr(runners, "SPREAD_TOKENS", 16)
-    monkeypatch.setattr(runners, "CARRIED_SPANS", 1)
-    monkeypatch.setattr(runners, "SPAN_MULTIPLE", 16)
+    monkeypatch.setattr(spans, "CARRIED_TOKENS", 16)
+    monkeypatch.setattr(spans, "SPREAD_TOKENS", 16)
+    monkeypatch.setattr(spans, "CARRIED_SPANS", 1)
+    monkeypatch.setattr(spans, "SPAN_MULTIPLE", 16)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -289,18 +287,18 @@ def test_spans_without_a_kernel_for_both(needs: tuple[bool, ...]):
 
 def test_where_spans_are_cut():
     """Long sequences that leave more than half of the multiprocessors idle, and no others."""
-    assert runners.carried_segment(1, 65536, 8, 132) == 2048  # 32 spans of 8 heads: 2 programs a multiprocessor
-    assert runners.carried_segment(1, 8192, 1, 132) == runners.CARRIED_TOKENS
-    assert runners.carried_segment(1, 2047, 1, 132) == 0  # too short
-    assert runners.carried_segment(32, 65536, 8, 132) == 0  # enough programs
-    assert runners.carried_segment(8, 8192, 1, 132) == 0  # enough for each sequence alone
-    assert runners.carried_segment(0, 0, 1, 132) == 0
-    assert runners.spread_segment(4096, 1, 132) == runners.SPREAD_TOKENS
-    assert runners.spread_segment(65536, 512, 132) >= 65536
+    assert spans.carried_segment(1, 65536, 8, 132) == 2048  # 32 spans of 8 heads: 2 programs a multiprocessor
+    assert spans.carried_segment(1, 8192, 1, 132) == spans.CARRIED_TOKENS
+    assert spans.carried_segment(1, 2047, 1, 132) == 0  # too short
+    assert spans.carried_segment(32, 65536, 8, 132) == 0  # enough programs
+    assert spans.carried_segment(8, 8192, 1, 132) == 0  # enough for each sequence alone
+    assert spans.carried_segment(0, 0, 1, 132) == 0
+    assert spans.spread_segment(4096, 1, 132) == spans.SPREAD_TOKENS
+    assert spans.spread_segment(65536, 512, 132) >= 65536
     for tokens, programs in product((1, 100, 4097, 100_000), (1, 7, 64)):
-        segment = runners.carried_segment(1, tokens, programs, 108)
-        assert segment % runners.SPAN_MULTIPLE == 0 and segment <= tokens
-        assert runners.spread_segment(tokens, programs, 108) % runners.SPAN_MULTIPLE == 0
+        segment = spans.carried_segment(1, tokens, programs, 108)
+        assert segment % spans.SPAN_MULTIPLE == 0 and segment <= tokens
+        assert spans.spread_segment(tokens, programs, 108) % spans.SPAN_MULTIPLE == 0
 
 
 # ---- nothing to do, and what a kernel cannot read
@@ -346,7 +344,7 @@ def test_awkward_memory(how: str):
     lengths = torch.tensor([9, 0, 5, 20], dtype=torch.int32)[1:]  # misaligned
     opt = Options(output_final_state=True)
     given = [awkward(x, how) for x in inputs]
-    assert not any(runners._ready(x) for x in given)
+    assert not any(ready(x) for x in given)
     check(runner(*FP32), given, lengths, opt)
     results, saved = runner(*FP32).forward(inputs, lengths, opt)
     grads = [torch.randn(x.shape) for x in results]
@@ -372,7 +370,7 @@ def test_grids_beyond_the_limit_are_refused():
     with pytest.raises(UnsupportedError, match=r"forward would have a grid of 1 x 65536 \(HV\)"):
         runner(*FP32).forward((x, x, x, None, None), None, Options())
     with pytest.raises(UnsupportedError, match="grid of 2147483648 x 1"):
-        runners._check_grid("forward", 1, 2**31)
+        check_grid("linear_attention", "forward", 1, 2**31)
 
 
 @pytest.mark.parametrize(
@@ -474,9 +472,9 @@ def test_decode_in_a_part_of_a_larger_pool(layout: str, slots: list[int] | None,
 
 def test_pools_that_decode_cannot_reach_in_place():
     base = torch.zeros(3, 4, K, V)
-    assert runners._pool_strides(base) == (4 * K * V, K * V)
-    assert runners._pool_strides(base[:, ::2]) == (4 * K * V, 2 * K * V)
-    assert runners._pool_strides(base[:0]) is not None
+    assert pool_strides(base) == (4 * K * V, K * V)
+    assert pool_strides(base[:, ::2]) == (4 * K * V, 2 * K * V)
+    assert pool_strides(base[:0]) is not None
     for x in (
         base.transpose(2, 3),
         base[..., ::2],
@@ -484,7 +482,7 @@ def test_pools_that_decode_cannot_reach_in_place():
         base.as_strided((2, 2, K, V), (K * V, K * V, V, 1)),
         torch.zeros(9 * K * V).as_strided((2, 2, K, V), (4 * K * V, K * V + 2, V, 1)),  # a head begins between vectors
     ):
-        assert runners._pool_strides(x) is None
+        assert pool_strides(x) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -13,8 +13,9 @@ from autotune.emulator import Emulated
 from autotune.target import SHARED_LIMIT
 from linattn_tl import launchers
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
-from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.spans import refuse_sizes
 from tests.conftest import CACHE
 from tests.test_cuda_runner import ALL, BF16, FP32, STAGES, K, V, binary, example, lowered
 from tl_kernels.linear_attention import cuda

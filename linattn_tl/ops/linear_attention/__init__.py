@@ -18,10 +18,11 @@ from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.linear_attention.again import PASS, STEP
 from linattn_tl.ops.linear_attention.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
-from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner, refuse_sizes
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Choice, Compiled, Op
 from linattn_tl.repeats import Repeats
+from linattn_tl.spans import refuse_sizes
 from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.linear_attention import cuda as cuda_kernels
 from tl_kernels.linear_attention import cuda_decode

@@ -10,92 +10,31 @@ that does not change. No kernel is launched without tokens. Tensors are handed o
 others are copied first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from autotune.launcher import KEPT
-from autotune.launcher import keep as keep_packed
 from autotune.launcher.repeat import Call
-from linattn_tl import shapes
-from linattn_tl.launchers import ALIGNMENT, Launcher
+from linattn_tl.aligned import group_sums, indices, plain, ready
 from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
-from linattn_tl.registry import UnsupportedError
-from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
+from linattn_tl.spans import Plan, SpanRunner, Walk, remember
+from linattn_tl.steps import PooledStep
 
-MULTIPLE = 16  # of K and V
-MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65535  # CUDA C++ Programming Guide, "Technical Specifications"
-SPAN_MULTIPLE = 64  # tokens; the largest chunk of a kernel, so that none but the last of a sequence is ragged
-# A carried span's state is written, scanned and read, which costs as much memory traffic as some 250 of its tokens at
-# K = V = 128. Estimates, not measurements: nobody has timed them on a GPU.
-CARRIED_TOKENS = 512  # no carried span shorter than this
-CARRIED_SPANS = 4  # fewer than this a sequence gain less than three launches and a second look at k and v cost
-SPREAD_TOKENS = 256  # no shorter span where each reads the state of its sequence and nothing is carried
-WAVES = 2  # programs a multiprocessor that a cut aims at
+FAMILY = "linear_attention"
 
 
-def refuse_sizes(problem: Problem) -> str | None:
-    """Why no CUDA kernel of this family serves the problem, or None."""
-    if problem.dtype not in DTYPES:
-        return f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}"
-    for name, width in (("K", problem.K), ("V", problem.V)):
-        if not 0 < width <= MAX_HEAD_DIM or width % MULTIPLE:
-            return f"{name}={width}; CUDA kernels take multiples of {MULTIPLE} up to {MAX_HEAD_DIM}"
-    return None
-
-
-# ---- spans
-
-
-class Walk(NamedTuple):
-    """What a kernel walks: sequences of tokens, cut into spans of `segment` tokens, and heads."""
-
-    sequences: int
-    length: int  # tokens of each sequence, or 0 where cu_seqlens tells
-    tokens: int  # of all sequences
-    H: int
-    HV: int
-    K: int
-    V: int
-    segment: int
-    cut: bool = False  # into more than a span a sequence
-
-    @property
-    def empty(self) -> bool:
-        return self.tokens == 0 or self.HV == 0
-
-    @property
-    def spans(self) -> int:
-        """Packed sequences may have a few slots more than spans: see find_span in tl_kernels/cuda_macros.py."""
-        if self.length:
-            return self.sequences * -(-self.length // self.segment)
-        return self.tokens // self.segment + self.sequences
-
-
-def carried_segment(sequences: int, tokens: int, programs: int, multiprocessors: int) -> int:
-    """Tokens of a span that has a state of its own, or 0 where each sequence is walked as a whole.
-
-    Args:
-        sequences, tokens: how many there are; tokens of all sequences together.
-        programs: of each span: value heads times blocks of the state.
-        multiprocessors: of the device.
-    """
-    if sequences == 0 or 2 * sequences * programs > multiprocessors:
-        return 0
-    segment = max(_even_segment(tokens, programs, multiprocessors), CARRIED_TOKENS)
-    return segment if tokens >= sequences * segment * CARRIED_SPANS else 0
-
-
-def spread_segment(tokens: int, programs: int, multiprocessors: int) -> int:
-    """Tokens of a span where nothing is carried, so that a cut costs a read of the state and no more."""
-    return max(_even_segment(tokens, programs, multiprocessors), SPREAD_TOKENS)
-
-
-def _even_segment(tokens: int, programs: int, multiprocessors: int) -> int:
-    spans = max(1, WAVES * multiprocessors // max(programs, 1))
-    return -(-max(tokens, 1) // (spans * SPAN_MULTIPLE)) * SPAN_MULTIPLE
+def option_numbers(opt: Options | None) -> dict[str, float]:
+    """What kernels are told of the options, by the names of their arguments; a scan is told nothing."""
+    if opt is None:
+        return {}
+    return {
+        "feature_map": FEATURE_MAP_CODES[opt.feature_map],
+        "normalize": int(opt.normalize),
+        "scale": opt.scale,
+        "eps": opt.eps,
+    }
 
 
 # ---- tensors
@@ -113,26 +52,6 @@ class States(NamedTuple):
 
 
 NO_STATES = States()
-_Plan = tuple[Walk, Any]  # of a causal pass: its walk, and the packed numbers of its last launch
-
-
-def _ready(x: torch.Tensor) -> bool:
-    """Whether a kernel can read and write x where it lies."""
-    return x.data_ptr() % ALIGNMENT == 0 and x.is_contiguous() and not x.is_neg()
-
-
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where a kernel could not read it."""
-    if _ready(x):
-        return x
-    copied = x.resolve_neg().contiguous()
-    return copied if _ready(copied) else copied.clone()
-
-
-def _indices(x: torch.Tensor | None) -> torch.Tensor | None:
-    if x is None or (x.dtype is torch.int32 and _ready(x)):
-        return x
-    return plain(x.to(torch.int32))
 
 
 def _new_states(count: int, q: torch.Tensor, v: torch.Tensor, z_heads: int) -> States:
@@ -170,11 +89,6 @@ def _by_value_head(z: torch.Tensor, heads: int) -> torch.Tensor:
     return spread.flatten(1, 2)
 
 
-def _group_sums(x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """[..., HV, K] -> [..., H, K]: value heads that share a q/k head, summed."""
-    return x if heads == 1 else x.unflatten(dim, (-1, heads)).sum(dim + 1)
-
-
 class _Tokens(NamedTuple):
     """What backward kernels read, made plain: [B, T, ...], k and v [B, T_k, ...]."""
 
@@ -195,22 +109,17 @@ class _Tokens(NamedTuple):
 # ---- the runners
 
 
-class CudaRunner:
+class CudaRunner(SpanRunner):
     """The compiled backends of linear_attention on NVIDIA GPUs.
 
-    Args:
-        binaries: launchers by the kernels' names. backward_kv, or both backward_k and backward_v; a trial of one kernel
-            needs no other than those that a call of it launches.
-        multiprocessors: of the device.
+    Of its kernels backward_kv is there, or both backward_k and backward_v; a trial of one kernel needs no other than
+    those that a call of it launches.
     """
 
-    differentiable = False
+    op = FAMILY
 
-    def __init__(self, binaries: Mapping[str, Launcher], multiprocessors: int):
-        self.binaries: dict[str, Any] = {name.split(".")[1]: binary for name, binary in binaries.items()}
-        self.multiprocessors = multiprocessors
-        self._walks: dict[Any, Walk] = {}
-        self._plans: dict[Any, _Plan] = {}
+    def option_numbers(self, opt: Options | None) -> dict[str, float]:
+        return option_numbers(opt)
 
     # ---- forward
 
@@ -221,9 +130,9 @@ class CudaRunner:
         """
         q, k, v, kv, z = inputs
         if opt.causal:
-            return self._forward(q, k, v, None if lengths is None else _indices(lengths), kv, z, opt, keep)
+            return self._forward(q, k, v, None if lengths is None else indices(lengths), kv, z, opt, keep)
         q, k, v = plain(q), plain(k), plain(v)
-        cu = _indices(lengths)
+        cu = indices(lengths)
         o = torch.empty_like(v) if v.shape[1] == q.shape[1] else v.new_empty(*q.shape[:2], *v.shape[2:])
         den = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
         start = _given(kv, z, q.shape[0] if cu is None else cu.shape[0] - 1, q, v)
@@ -245,7 +154,7 @@ class CudaRunner:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plan_forward(q, v, cu, not new, opt, keep)
-            _remember(self._plans, key, plan)
+            remember(self._plans, key, plan)
         walk, packed = plan
         o = torch.empty_like(v)
         den = torch.empty(*q.shape[:3], dtype=torch.float32, device=q.device) if keep else None
@@ -260,7 +169,7 @@ class CudaRunner:
         self.binaries["forward"].launch(packed, (q, k, v, o, den, *start, *left, cu))
         return (o, *final), (den, None, None)
 
-    def _plan_forward(self, q: Any, v: Any, cu: Any, given: bool, opt: Options, keep: bool) -> _Plan:
+    def _plan_forward(self, q: Any, v: Any, cu: Any, given: bool, opt: Options, keep: bool) -> Plan:
         walk = self._walk("forward", q, v, cu)
         if walk.empty:
             return walk, None
@@ -279,7 +188,7 @@ class CudaRunner:
         """
         q, k, v, kv, z = inputs
         given = [x for x in inputs if x is not None]
-        if not opt.causal or (kv is None) != (z is None) or not all(map(_ready, given)):
+        if not opt.causal or (kv is None) != (z is None) or not all(map(ready, given)):
             return None
         walk, packed = self._plan_forward(q, v, None, kv is not None, opt, keep=False)
         if walk.empty or walk.cut:
@@ -337,7 +246,7 @@ class CudaRunner:
     ) -> list[Any]:
         """One gradient an input that needs one."""
         q, k, v = map(plain, inputs[:3])
-        o, den, cu = plain(results[0]), None if saved[0] is None else plain(saved[0]), _indices(lengths)
+        o, den, cu = plain(results[0]), None if saved[0] is None else plain(saved[0]), indices(lengths)
         dout = torch.zeros_like(o) if grads[0] is None else plain(grads[0])
         delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
         x = _Tokens(q, k, v, o, dout, den, delta, cu)
@@ -348,7 +257,7 @@ class CudaRunner:
             kv, z = inputs[3:] if opt.causal else results[1:] if opt.output_final_state else saved[1:]
             start = _given(kv, z, N, q, v)
             dq = self._grad_q(x, start, opt)
-            found[0] = _group_sums(dq, heads, 2) if needs[0] else None
+            found[0] = group_sums(dq, heads, 2) if needs[0] else None
         if wants_rest:
             final = _given(grads[1], grads[2], N, q, v)
             if final.z is not None:
@@ -383,8 +292,8 @@ class CudaRunner:
             end = self._carry_back(x, final, opt)
         else:
             end = self._walk_back(x, final, dk, dv, wants_state, opt)
-        dz = None if end.z is None else _group_sums(end.z, heads, 1)
-        return [None if dk is None else _group_sums(dk, heads, 2), dv, end.kv, dz]
+        dz = None if end.z is None else group_sums(end.z, heads, 1)
+        return [None if dk is None else group_sums(dk, heads, 2), dv, end.kv, dz]
 
     def _walk_back(self, x: _Tokens, final: States, dk: Any, dv: Any, wants_state: bool, opt: Options) -> States:
         """Fills dk and dv; the gradient of the initial state."""
@@ -446,177 +355,25 @@ class CudaRunner:
             N0=initial.count, N1=final.count, final=int(final.count > 0), initial=int(initial.count > 0),
         )  # fmt: skip
 
-    # ---- launches
 
-    def _walk(self, name: str, x: torch.Tensor, v: torch.Tensor, cu: Any, carried: bool = True) -> Walk:
-        """A kernel's way over the tokens of x [B, T, H, K]."""
-        key = (name, carried, x.shape, v.shape, -1 if cu is None else cu.shape[0])
-        walk = self._walks.get(key)
-        if walk is None:
-            walk = self._new_walk(name, x, v, cu, carried)
-            _remember(self._walks, key, walk)
-        return walk
-
-    def _new_walk(self, name: str, x: torch.Tensor, v: torch.Tensor, cu: Any, carried: bool) -> Walk:
-        B, T, H, K = x.shape
-        HV, V = v.shape[2:]
-        N, tokens = (B, B * T) if cu is None else (cu.shape[0] - 1, T)
-        programs, length = HV * _blocks(self.binaries[name].config, K, V), 0 if cu is not None else T
-        if carried:
-            segment = carried_segment(N, tokens, programs, self.multiprocessors)
-        else:
-            segment = spread_segment(tokens, programs, self.multiprocessors)
-        if 0 < segment < (length or tokens):
-            return Walk(N, length, tokens, H, HV, K, V, segment, cut=True)
-        # a segment longer than all packed tokens: no sequence takes a second slot, not even an empty last one
-        return Walk(N, length, tokens, H, HV, K, V, length or tokens + 1)
-
-    def _launch(self, name: str, walk: Walk, opt: Options | None, tensors: Sequence[Any], **numbers: int) -> None:
-        self.binaries[name].launch(self._packed(name, walk, opt, **numbers), tensors)
-
-    def _packed(self, name: str, walk: Walk, opt: Options | None, **numbers: int) -> Any:
-        binary = self.binaries[name]
-        key = (walk, opt, *numbers.values())
-        packed = binary.kept.get(key)
-        if packed is None:
-            blocks = _blocks(binary.config, walk.K, walk.V)
-            _check_grid(name, walk.HV, max(walk.spans, walk.sequences) * blocks)
-            packed = binary.pack({**_walk_numbers(walk), **_option_numbers(opt), **numbers})
-            keep_packed(binary, key, packed)
-        return packed
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= KEPT:
-        known.clear()
-    known[key] = value
-
-
-def _walk_numbers(walk: Walk) -> dict[str, int]:
-    return {
-        "spans": walk.spans,
-        "sequences": walk.sequences,
-        "length": walk.length,
-        "segment": walk.segment,
-        "H": walk.H,
-        "HV": walk.HV,
-        "M": 0 if walk.length else walk.sequences + 1,
-    }
-
-
-def _option_numbers(opt: Options | None) -> dict[str, float]:
-    if opt is None:
-        return {}
-    return {
-        "feature_map": FEATURE_MAP_CODES[opt.feature_map],
-        "normalize": int(opt.normalize),
-        "scale": opt.scale,
-        "eps": opt.eps,
-    }
-
-
-def _blocks(config: Any, K: int, V: int) -> int:
-    """Programs that share a state, by the sizes of blocks that the config has."""
-    if hasattr(config, "block"):
-        return K * V // config.block
-    return -(-K // getattr(config, "BK", K)) * -(-V // getattr(config, "BV", V))
-
-
-def _check_grid(name: str, heads: int, blocks: int) -> None:
-    if heads > MAX_GRID_Y or blocks > MAX_GRID_X:
-        raise UnsupportedError(
-            f"linear_attention: {name} would have a grid of {blocks} x {heads} (HV); expected at most "
-            f"{MAX_GRID_X} x {MAX_GRID_Y}"
-        )
-
-
-class CudaDecode:
+class CudaDecode(PooledStep):
     """The compiled backends of linear_attention_decode on NVIDIA GPUs, for one K and V.
 
-    A call reads no value from the device and waits for nothing, so that a graph may be captured: a slot that names no
-    row of the pools makes o NaN, see tl_kernels/linear_attention/cuda_decode.py.
+    A slot that names no row of the pools makes o NaN, see tl_kernels/linear_attention/cuda_decode.py.
     """
 
-    def __init__(self, binaries: Mapping[str, Launcher]):
-        self.decode: Any = next(b for name, b in binaries.items() if name.split(".")[1] == "decode")
+    op, pool_names = FAMILY, ("kv", "z")
+
+    def option_numbers(self, opt: Options) -> dict[str, float]:
+        return option_numbers(opt)
 
     def __call__(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
         """q [B, H, K] or [B, n, H, K]; kv [P, HV, K, V] and z [P, H, K] change in place, views of larger ones too."""
-        if out.numel() == 0:
-            return out
-        packed = self._in_place(q, k, v, kv, z, slots, opt, out)
-        if packed is None:
-            return self._copied(q, k, v, kv, z, slots, opt, out)
-        self.decode.launch(packed, (q, k, v, out, kv, z, None if slots is None else plain(slots)))
-        return out
+        return self._step((q, k, v), (kv, z), slots, opt, out)
 
     def call(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Call | None:
         """How to make this call again, see linattn_tl/repeats.py."""
-        if out.numel() == 0 or not (slots is None or _ready(slots)):
-            return None
-        packed = self._in_place(q, k, v, kv, z, slots, opt, out)
+        packed = self._repeatable((q, k, v), (kv, z), slots, opt, out)
         if packed is None:
             return None
         return self.decode.call(packed, step_arguments(q, k, v, kv, z, slots, out))
-
-    def _in_place(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """The packed numbers, or None where the kernel cannot work on the tensors where they are."""
-        if not all(map(_ready, (q, k, v, out))) or any(x.data_ptr() % ALIGNMENT or x.is_neg() for x in (kv, z)):
-            return None
-        if shapes.shares_memory(out, q, k, v):  # a program might read what another has written
-            return None
-        layout = kv.stride(), z.stride()
-        key = q.shape, kv.shape, layout, None if slots is None else slots.dtype, opt  # kv's shape tells v's
-        packed = self.decode.kept.get(key)
-        if packed is None:
-            strides = [_pool_strides(x) for x in (kv, z)]
-            if None in strides:
-                return None
-            packed = self.decode.pack(self._numbers(q, v, kv, strides, slots, opt))
-            keep_packed(self.decode, key, packed)
-        return packed
-
-    def _copied(self, q: Any, k: Any, v: Any, kv: Any, z: Any, slots: Any, opt: Options, out: Any) -> Any:
-        """The step with copies of what the kernel cannot read or write in place, and of out always."""
-        o = torch.empty_like(out, memory_format=torch.contiguous_format)
-        pool_kv, pool_z = _pool(kv), _pool(z)
-        self(plain(q), plain(k), plain(v), pool_kv, pool_z, slots, opt, o)
-        for mine, copy in ((kv, pool_kv), (z, pool_z), (out, o)):
-            if mine is not copy:
-                mine.copy_(copy)
-        return out
-
-    def _numbers(self, q: Any, v: Any, kv: Any, strides: Sequence[Any], slots: Any, opt: Options) -> dict[str, float]:
-        B, n, H, K = q.shape if q.ndim == 4 else (q.shape[0], 1, *q.shape[1:])
-        HV, V = v.shape[-2:]
-        _check_grid("decode", HV, B * _blocks(self.decode.config, K, V))
-        words = 0 if slots is None else slots.element_size() // 4  # of 32 bits, which is how the kernel reads slots
-        sizes = {"B": B, "tokens": n, "H": H, "HV": HV, "P": kv.shape[0], "M": words * B}
-        names = ("kv_rows", "kv_heads", "z_rows", "z_heads")
-        distances = dict(zip(names, (*strides[0], *strides[1]), strict=True))
-        return {**sizes, **distances, "use_slots": words, **_option_numbers(opt)}
-
-
-def _pool_strides(x: torch.Tensor) -> tuple[int, int] | None:
-    """How far apart rows and heads of a pool [P, heads, ...] are, or None where decode cannot work on it in place.
-
-    It can where a head is in one piece, vectors are aligned, and no two heads overlap.
-    """
-    sizes, strides = x.shape[:2], list(x.stride()[:2])
-    piece = x[0, 0] if x.numel() else x
-    if not piece.is_contiguous():
-        return None
-    nearest = piece.numel()
-    for i in sorted(range(2), key=strides.__getitem__):
-        if sizes[i] < 2:
-            strides[i] = nearest  # never used; torch may have kept anything there
-        elif strides[i] < nearest or strides[i] * x.element_size() % ALIGNMENT:
-            return None
-        nearest = max(nearest, strides[i] * sizes[i])
-    return strides[0], strides[1]
-
-
-def _pool(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where decode cannot work in place."""
-    in_place = x.data_ptr() % ALIGNMENT == 0 and not x.is_neg() and _pool_strides(x) is not None
-    return x if in_place else plain(x)

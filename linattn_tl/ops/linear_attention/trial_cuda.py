@@ -22,8 +22,9 @@ import torch
 
 from autotune.verify import VerificationError, check_close
 from linattn_tl.launchers import Launcher
-from linattn_tl.ops.linear_attention.cuda import CudaDecode, Walk, _option_numbers, _walk_numbers
+from linattn_tl.ops.linear_attention.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.linear_attention.definition import Options, decode, recurrent
+from linattn_tl.spans import Walk, walk_numbers
 from tl_kernels.spec import Kernel, Problem
 
 Tensors = dict[str, torch.Tensor]
@@ -447,8 +448,8 @@ def _numbers(tensors: Tensors, walk: Walk, opt: Options, reverse: bool = False) 
 
     N0, N1 = rows("kv0", "dkv0"), rows("kv1", "dkv1")
     return {
-        **_walk_numbers(walk),
-        **_option_numbers(opt),
+        **walk_numbers(walk),
+        **option_numbers(opt),
         "tokens": rows("q", "k"),
         "keys": rows("k"),
         "rows": rows("den"),
