@@ -4,7 +4,8 @@ The programs of a launch walk spans of tokens, and a span is a whole sequence un
 and sequences are long. linattn_tl/walks.py does the same for CPU kernels, which cut time by threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,27 @@ def spread_segment(tokens: int, programs: int, multiprocessors: int) -> int:
 def _even_segment(tokens: int, programs: int, multiprocessors: int) -> int:
     spans = max(1, WAVES * multiprocessors // max(programs, 1))
     return -(-max(tokens, 1) // (spans * SPAN_MULTIPLE)) * SPAN_MULTIPLE
+
+
+class Span(NamedTuple):
+    """Tokens of one sequence that are walked as one."""
+
+    sequence: int
+    slot: int  # where its state lies
+    first: int
+    last: int  # token + 1
+
+
+def spans_of(walk: Walk, bounds: Sequence[int]) -> Iterator[Span]:
+    """The spans that have tokens, in their order: what find_span of the kernels finds from a slot.
+
+    Args:
+        bounds: where sequences begin among all tokens, and the end of the last one.
+    """
+    for n, (first, last) in enumerate(pairwise(bounds)):
+        slot = n * -(-walk.length // walk.segment) if walk.length else first // walk.segment + n
+        for i, token in enumerate(range(first, last, walk.segment)):
+            yield Span(n, slot + i, token, min(token + walk.segment, last))
 
 
 # ---- sizes of a launch

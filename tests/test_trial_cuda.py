@@ -15,10 +15,11 @@ import torch
 from autotune import target
 from autotune.emulator import Emulated
 from autotune.verify import VerificationError
+from linattn_tl.guarded import GUARD
 from linattn_tl.launchers import EmulatedLauncher
 from linattn_tl.ops.linear_attention import trial_cuda
 from linattn_tl.ops.linear_attention.definition import Options, decode
-from linattn_tl.ops.linear_attention.trial_cuda import GUARD, TENSORS, DecodeCase, check, workload
+from linattn_tl.ops.linear_attention.trial_cuda import TENSORS, DecodeCase, check, workload
 from tests.conftest import CACHE
 from tests.test_cuda_runner import lowered
 from tl_kernels.linear_attention import cuda

@@ -4,15 +4,11 @@ A kernel is launched alone, through a Launcher: on a GPU, or under the emulator 
 kernels of the pass would hand it (states of spans, den, delta, o) comes from the definition, token by token in float64,
 rounded once to the type of the tensor. Each value head has gradients of its own, as the kernels leave them.
 
-A launch is right if its results are within the budget and it changed nothing else. So that this shows, every tensor is
-part of a larger one filled with NaN: GUARD rows lie in front of it, and GUARD rows at its end belong to no sequence and
-no span. A chunk that reaches over the end of its sequence reads them, and a store that does so changes them. NaN is
-also where results are to come, in slots that no span takes, and in rows of a pool that no slot names.
+Around every tensor lie guards, see linattn_tl/guarded.py.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -20,16 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.verify import VerificationError, check_close
+from autotune.verify import VerificationError
+from linattn_tl.guarded import Device, Guarded, Tensors, Trial, apart, compare, in_slots, one_thread, watched
 from linattn_tl.launchers import Launcher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.linear_attention.definition import Options, decode, recurrent
-from linattn_tl.spans import Walk, walk_numbers
+from linattn_tl.spans import Span, Walk, spans_of, walk_numbers
 from tl_kernels.spec import Kernel, Problem
 
-Tensors = dict[str, torch.Tensor]
-
-GUARD = 4  # rows; that many of any tensor are a multiple of 16 bytes
 SEGMENT = 64  # tokens a span: the shortest one there is, one chunk of the kernels with the largest
 DEFAULTS = Options()
 IO = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")  # in the problem's dtype; all others are fp32
@@ -116,22 +110,6 @@ class State(NamedTuple):
     z: torch.Tensor
 
 
-class Span(NamedTuple):
-    sequence: int
-    slot: int  # where its state lies
-    first: int
-    last: int  # token + 1
-
-
-def _spans(case: Case, walk: Walk) -> Iterator[Span]:
-    """The spans that have tokens, in their order: what find_span of the kernels finds from a slot."""
-    bounds = case.bounds()
-    for n, (first, last) in enumerate(pairwise(bounds)):
-        slot = n * -(-walk.length // walk.segment) if walk.length else first // walk.segment + n
-        for i, token in enumerate(range(first, last, walk.segment)):
-            yield Span(n, slot + i, token, min(token + walk.segment, last))
-
-
 @dataclass(frozen=True)
 class Solved:
     """A case's inputs, and all that kernels make of them in float64. Rows are tokens, sequences, or slots of spans.
@@ -159,21 +137,10 @@ class Solved:
     behind: State  # each span, the gradient of the state
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A token's products are so small that threads would wait for one another, for seconds on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 @lru_cache(maxsize=8)
 def _solved(case: Case, p: Problem) -> Solved:
     """Computed once in a process that checks many candidates."""
-    with _one_thread():
+    with one_thread():
         return _solve(case, p)
 
 
@@ -188,7 +155,7 @@ def _solve(case: Case, p: Problem) -> Solved:
 
     # each value head with a q, k and z of its own, which then have gradients of their own
     leaves = [x.double().repeat_interleave(HV // x.shape[1], 1).requires_grad_() for x in (q, k, v, *start)]
-    spans = list(_spans(case, walk))
+    spans = list(spans_of(walk, case.bounds()))
     o, den, before, after, final = (_causal if case.options.causal else _noncausal)(case, leaves, spans)
     loss = (o * dout.double()).sum() + (final.kv * dfinal.kv.double()).sum() + (final.z * dfinal.z.double()).sum()
     wanted = [*leaves, *(x for state in after for x in state)]
@@ -271,21 +238,11 @@ def _own_gradients(spans: list[Span], behind: list[State], start: State) -> list
 def _in_slots(walk: Walk, spans: list[Span], states: list[State]) -> State:
     """Rows of spans, each where its slot is, and NaN in the others."""
     HV, K, V = walk.HV, walk.K, walk.V
-    kv, z = (torch.full((walk.spans, HV, *size), torch.nan, dtype=torch.float64) for size in ((K, V), (K,)))
-    for span, state in zip(spans, states, strict=False):
-        kv[span.slot], z[span.slot] = state.kv[0].detach(), state.z[0].detach()
-    return State(kv, z)
+    kv = in_slots(walk, spans, [x.kv[0] for x in states], (HV, K, V))
+    return State(kv, in_slots(walk, spans, [x.z[0] for x in states], (HV, K)))
 
 
 # ---- what each kernel is given, and what it is to write
-
-
-class Trial(NamedTuple):
-    """Tensors by name. In a wanted one, rows of NaN are not to be written. What is in both changes in place."""
-
-    given: Tensors
-    wanted: Tensors
-    reverse: bool = False
 
 
 def _states(name: str, x: State, present: bool = True) -> Tensors:
@@ -364,7 +321,7 @@ TRIALS: Mapping[str, tuple[Callable[[Case, Solved], Trial], ...]] = {
 # ---- the check
 
 
-def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: torch.device | str = "cpu") -> None:
+def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device = "cpu") -> None:
     """VerificationError unless one kernel of the family, as the launcher runs it, is right in every case.
 
     Under the emulator a finding raises NotCleanError. Whatever mode the caller is in: a first call may be made under
@@ -386,58 +343,20 @@ def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: torch.de
                 raise VerificationError(f"{kernel.name} {p.dtype} K={p.K} V={p.V}, {case}: {error}") from None
 
 
-def _check_case(stage: str, case: Case, p: Problem, launcher: Launcher, device: torch.device | str) -> None:
+def _check_case(stage: str, case: Case, p: Problem, launcher: Launcher, device: Device) -> None:
     exact = _solved(case, p)
     for trial in (make(case, exact) for make in TRIALS[stage]):
-        guarded = {name: Guarded(x, _dtype(name, p), device) for name, x in {**trial.wanted, **trial.given}.items()}
-        for name in trial.wanted.keys() - trial.given.keys():
-            guarded[name].clear()
-        before = {name: x.whole.clone() for name, x in guarded.items()}
-        tensors = {name: x.part for name, x in guarded.items()}
-        if case.packed:
-            tensors["cu_seqlens"] = torch.tensor(case.bounds(), dtype=torch.int32, device=device)
-        walk = case.walk(p, over_keys=stage in OVER_KEYS)
-        numbers = _numbers(tensors, walk, case.options, trial.reverse)
-        launcher.launch(launcher.pack(numbers), [tensors.get(name) for name in TENSORS[stage]])
         budget = "float32" if stage == "scan" else p.dtype  # a scan only adds
-        direction = " of the reverse scan" if trial.reverse else ""
-        for name, x in guarded.items():
-            _compare(name + direction, x, before[name], trial.wanted.get(name), budget)
+        with watched(trial, lambda name: _dtype(name, p), device, budget) as tensors:
+            if case.packed:
+                tensors["cu_seqlens"] = torch.tensor(case.bounds(), dtype=torch.int32, device=device)
+            walk = case.walk(p, over_keys=stage in OVER_KEYS)
+            numbers = _numbers(tensors, walk, case.options, trial.reverse)
+            launcher.launch(launcher.pack(numbers), [tensors.get(name) for name in TENSORS[stage]])
 
 
 def _dtype(name: str, p: Problem) -> torch.dtype:
     return getattr(torch, p.dtype) if name in IO else torch.float32
-
-
-class Guarded:
-    """A tensor with rows of NaN around it. `part`, which kernels see, has those behind it too."""
-
-    def __init__(self, x: torch.Tensor, dtype: torch.dtype, device: torch.device | str):
-        size = (GUARD + x.shape[0] + GUARD, *x.shape[1:])
-        self.whole = torch.full(size, torch.nan, dtype=dtype, device=device)
-        self.part = self.whole[GUARD:]
-        self.rows = self.whole[GUARD:-GUARD]
-        self.rows.copy_(x)
-
-    def clear(self) -> None:
-        self.rows.fill_(torch.nan)
-
-
-def _compare(name: str, x: Guarded, before: torch.Tensor, wanted: torch.Tensor | None, budget: str) -> None:
-    """Rows of x that are wanted are close, and all others as they were before."""
-    after = x.whole.cpu()
-    written = torch.zeros(len(after), dtype=torch.bool)
-    if wanted is not None:
-        written[GUARD:-GUARD] = ~wanted.flatten(1).isnan().any(1)
-    changed = (after.view(torch.uint8) != before.cpu().view(torch.uint8)).flatten(1).any(1) & ~written
-    if changed.any():
-        row, count, rows = int(changed.nonzero()[0, 0]) - GUARD, int(changed.sum()), len(after) - 2 * GUARD
-        raise VerificationError(
-            f"{name} changed in {count} rows, the first of them row {row} of {rows}, which are not this launch's to "
-            f"write; expected writes to {int(written.sum())} rows only"
-        )
-    if wanted is not None:
-        check_close(name, after[written], wanted[written[GUARD:-GUARD]], dtype=budget)
 
 
 def _numbers(tensors: Tensors, walk: Walk, opt: Options, reverse: bool = False) -> dict[str, float]:
@@ -494,7 +413,7 @@ DECODE_CASES = (
 )
 
 
-def _check_decode(case: DecodeCase, p: Problem, launcher: Launcher, device: torch.device | str) -> None:
+def _check_decode(case: DecodeCase, p: Problem, launcher: Launcher, device: Device) -> None:
     """Through the runner of decode, which launches nothing else."""
     g = torch.Generator().manual_seed(zlib.crc32(repr(case).encode()))
     io, B, H, HV, P = getattr(torch, p.dtype), case.B, case.H, case.H * case.heads, case.rows
@@ -515,7 +434,7 @@ def _check_decode(case: DecodeCase, p: Problem, launcher: Launcher, device: torc
     out = Guarded(want, io, device)
     out.clear()
     out.rows[outside] = 0
-    pool_kv, pool_z = (Guarded(_apart(x, case.step), torch.float32, device) for x in (kv, z))
+    pool_kv, pool_z = (Guarded(apart(x, case.step), torch.float32, device) for x in (kv, z))
     before = [x.whole.clone() for x in (out, pool_kv, pool_z)]
     tokens, pools = (q.to(device), k.to(device), v.to(device)), (pool_kv.rows[:: case.step], pool_z.rows[:: case.step])
     picked = slots.to(device=device, dtype=case.index) if case.slots else None
@@ -527,16 +446,9 @@ def _check_decode(case: DecodeCase, p: Problem, launcher: Launcher, device: torc
     out.rows[outside] = 0
     if (out.rows.cpu()[slots == -1] != 0).any():
         raise VerificationError("o is not 0 where the slot is -1")
-    _compare("o", out, before[0], want, p.dtype)
-    _compare("kv", pool_kv, before[1], _apart(want_kv, case.step), "float32")
-    _compare("z", pool_z, before[2], _apart(want_z, case.step), "float32")
-
-
-def _apart(x: torch.Tensor, step: int) -> torch.Tensor:
-    """x in every step-th row, and NaN in the others."""
-    found = torch.full((len(x) * step, *x.shape[1:]), torch.nan, dtype=x.dtype)
-    found[::step] = x
-    return found
+    compare("o", out, before[0], want, p.dtype)
+    compare("kv", pool_kv, before[1], apart(want_kv, case.step), "float32")
+    compare("z", pool_z, before[2], apart(want_z, case.step), "float32")
 
 
 # ---- what is timed
@@ -589,7 +501,7 @@ def workload(
     kernel: Kernel,
     problem: Problem,
     launcher: Launcher,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     *,
     tokens: int = TOKENS,
     batch: int | None = None,
@@ -624,7 +536,7 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
     return SHAPES[name][0] == "tokens" or name in moved or name.replace("z", "kv") in moved
 
 
-def _timed(name: str, walk: Walk, p: Problem, device: torch.device | str) -> torch.Tensor:
+def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
     rows = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans}
     widths = {"K": (p.K,), "V": (p.V,), "KV": (p.K, p.V), "": ()}
     kind, width = SHAPES[name]
@@ -634,7 +546,7 @@ def _timed(name: str, walk: Walk, p: Problem, device: torch.device | str) -> tor
     return x.uniform_(1.0, 2.0) if name == "den" else x.normal_()
 
 
-def _decode_workload(p: Problem, launcher: Launcher, device: torch.device | str, B: int, heads: int) -> Workload:
+def _decode_workload(p: Problem, launcher: Launcher, device: Device, B: int, heads: int) -> Workload:
     io = getattr(torch, p.dtype)
     q, k, v = (torch.randn(B, heads, width, device=device).to(io) for width in (p.K, p.K, p.V))
     kv, z = torch.randn(B, heads, p.K, p.V, device=device), torch.rand(B, heads, p.K, device=device)
