@@ -220,7 +220,6 @@ def forward(p: Problem, c: Config):
                     for i, j in T.Parallel(KP, BV):
                         s_s[i, j] = m.high_part(S[i, j])
                     T.gemm(q_s, s_s, num)
-                    T.gemm(x_low, s_s, num)
                 else:
                     T.copy(q_f, q_s)
 
@@ -234,6 +233,8 @@ def forward(p: Problem, c: Config):
                     for i, d in T.Parallel(C, KP):
                         q_f[i, d] = m.high_part(k_f[i, d])
                     T.copy(q_f, k_s)
+                    # not beside the product before: with no barrier between them nvcc keeps their S, and spills
+                    T.gemm(x_low, s_s, num)
                     T.gemm(x_low, k_s, A, transpose_B=True, clear_accum=True)
                     for i, d in T.Parallel(C, KP):
                         k_f[i, d] -= m.high_part(k_f[i, d])

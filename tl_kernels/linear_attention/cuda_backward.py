@@ -15,9 +15,13 @@ columns of V. Where both fit into one program they are one kernel, which reads e
 gradients of its own, dq and dk [tokens, HV, K] and dz0 [N, HV, K]: a group's sum is the gradient, with no atomics.
 
 Gradients have a wide range, so that float16 is computed as float32 is: from two tf32 parts.
+
+P and A come before the products with S and R, which have barriers of their own. Where two products without a barrier
+between them share an operand, nvcc loads it once and keeps all of it, 64 registers and more a thread, and spills.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tl_kernels.cuda_sizes import Blocks, blocks_of, fitting, padded, tensor_cores, tile_dtype
 from tl_kernels.spec import Kernel, Problem, Target
@@ -32,7 +36,10 @@ def configs_kv(p: Problem, target: Target) -> Sequence[Blocks]:
     """None where K and V are too large for one program: then backward_k and backward_v do it."""
     shapes = [(padded(p.K), padded(p.V))]
     found = fitting(p, target, shapes, lambda BK, BV: (2 * (BK + BV), BK + BV, 2 * (BK + BV)))
-    return [c for c in found if c.C > 16]  # two warps spill registers
+    # In float32 128 threads spill with 64 x 64 (sm_100a), for K is kept as it came in until dK has left. They would be
+    # alone as well: no multiprocessor's shared memory has room for two such programs, as some have in float16
+    least = 256 if p.dtype == "float32" and padded(p.K) * padded(p.V) >= 64 * 64 else 128
+    return [replace(c, threads=max(c.threads, least)) for c in found if c.C > 16]  # two warps spill registers
 
 
 def configs_v(p: Problem, target: Target) -> Sequence[Blocks]:
@@ -171,14 +178,15 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                 load_column(den_f, den, t + C, where[2], i_q, normalize, T.float32(1))
 
                 # dQ
-                T.clear(dq_f)
-                m.multiply_state(dq_f, dns, S, ss, transpose_B=True)
                 if causal:
                     T.clear(P)
                     m.multiply(P, dns, vs, transpose_B=True)
                     for i, j in T.Parallel(C, C):
                         P[i, j] = T.Select(j <= i, P[i, j] + dd_s[i], T.float32(0))
                     m.fill(ps, P)
+                T.clear(dq_f)
+                m.multiply_state(dq_f, dns, S, ss, transpose_B=True)
+                if causal:
                     m.multiply(dq_f, ps, ks)
                 for i, d in T.Parallel(C, BK):
                     dq_f[i, d] += dd_s[i] * z_s[d]
@@ -361,14 +369,15 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                     load_column(dd_f, delta, T.max(t - C, where[1]), where[2], i_h, normalize, T.float32(0))
 
                 if emit and want_k:
-                    T.clear(dk_f)
-                    m.multiply_state(dk_f, vs, R, rs, transpose_B=True)
                     if causal:
                         T.clear(P)
                         m.multiply(P, dns, vs, transpose_B=True)
                         for i, j in T.Parallel(C, C):
                             P[i, j] = T.Select(j <= i, P[i, j] + dd_s[i], T.float32(0))
                         m.fill(cs, P)
+                    T.clear(dk_f)
+                    m.multiply_state(dk_f, vs, R, rs, transpose_B=True)
+                    if causal:
                         m.multiply(dk_f, cs, qs, transpose_A=True)
                     for i, d in T.Parallel(C, BK):
                         dk_f[i, d] += rz_s[d]
@@ -380,14 +389,15 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                             )
 
                 if emit and want_v:
-                    T.clear(dv_f)
-                    m.multiply_state(dv_f, ks, R, rs, filled=want_k)
                     if causal:
                         T.clear(P)
                         m.multiply(P, qs, ks, transpose_B=True)
                         for i, j in T.Parallel(C, C):
                             P[i, j] = T.Select(j <= i, P[i, j], T.float32(0))
                         m.fill(cs, P)
+                    T.clear(dv_f)
+                    m.multiply_state(dv_f, ks, R, rs, filled=want_k)
+                    if causal:
                         m.multiply(dv_f, cs, dns, transpose_A=True)
                     T.copy(dv_f, dv_s)
                     for i, j in T.Parallel(C, BV):
