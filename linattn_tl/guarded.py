@@ -6,14 +6,17 @@ no span. A chunk that reaches over the end of its sequence reads them, and a sto
 also where results are to come, in slots that no span takes, and in rows of a pool that no slot names.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from autotune.verify import VerificationError, check_close
 from linattn_tl.spans import Span, Walk
+from tl_kernels.spec import Problem
 
 Tensors = dict[str, torch.Tensor]
 Device = torch.device | str
@@ -114,3 +117,86 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of a batch. slots picks rows of a pool of `pool` rows; without them sequence i has row i."""
+
+    options: Any
+    B: int
+    tokens: int  # 0: one, in tensors without that dim
+    H: int = 1
+    heads: int = 1
+    slots: tuple[int, ...] = ()
+    pool: int = 0
+    index: torch.dtype = torch.int32  # of slots
+    apart: int = 1  # the pool's rows lie that many rows apart, as in a pool of several layers
+
+    @property
+    def rows(self) -> int:
+        return self.pool or self.B
+
+    def generator(self) -> Callable[..., torch.Tensor]:
+        """Normal numbers of a size, the same ones for the same step."""
+        g = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
+        return lambda *size: torch.randn(*size, generator=g)
+
+    def shape(self, heads: int) -> tuple[int, ...]:
+        """[B, n, heads], or [B, heads]."""
+        return (self.B, *((self.tokens,) if self.tokens else ()), heads)
+
+    def tokens_of(self, p: Problem, new: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """q, k and v."""
+        heads = ((self.H, p.K), (self.H, p.K), (self.H * self.heads, p.V))
+        return [new(*self.shape(h), width).to(getattr(torch, p.dtype)) for h, width in heads]
+
+
+def check_step(
+    case: Step,
+    tokens: Sequence[torch.Tensor],
+    pools: Mapping[str, torch.Tensor],
+    dtype: str,
+    device: Device,
+    definition: Callable[..., object],
+    run: Callable[..., object],
+) -> None:
+    """VerificationError unless a step is right: what it writes, and that it writes nothing else.
+
+    Args:
+        tokens: q, k and v first.
+        pools: by name, [P, heads, ...] fp32.
+        dtype: of o.
+        definition, run: of (*tokens, *pools, slots, out), in place; the definition in float64, of live slots alone.
+    """
+    v, P = tokens[2], case.rows
+    slots = torch.tensor(case.slots or range(case.B))
+    live, outside = (slots >= 0) & (slots < P), (slots < -1) | (slots >= P)
+    unnamed = [i for i in range(P) if i not in slots.tolist()]
+    for x in pools.values():
+        x[unnamed] = torch.nan
+
+    wanted, o = {name: x.double() for name, x in pools.items()}, torch.zeros(v.shape, dtype=torch.float64)
+    found = torch.zeros_like(o[live])
+    definition(*(x[live].double() for x in tokens), *wanted.values(), slots[live], found)
+    o[live], o[outside] = found, torch.nan
+
+    out = Guarded(o, v.dtype, device)
+    out.clear()
+    out.rows[outside] = 0
+    guarded = {name: Guarded(apart(x, case.apart), torch.float32, device) for name, x in pools.items()}
+    before = {name: x.whole.clone() for name, x in {"o": out, **guarded}.items()}
+    picked = slots.to(device=device, dtype=case.index) if case.slots else None
+    run(*(x.to(device) for x in tokens), *(x.rows[:: case.apart] for x in guarded.values()), picked, out.rows)
+
+    if not out.rows[outside].isnan().all():
+        raise VerificationError("o is not NaN where the slot is outside of the pool")
+    out.rows[outside] = 0
+    if (out.rows.cpu()[slots == -1] != 0).any():
+        raise VerificationError("o is not 0 where the slot is -1")
+    compare("o", out, before["o"], o, dtype)
+    for name, x in guarded.items():
+        compare(name, x, before[name], apart(wanted[name], case.apart), "float32")

@@ -74,11 +74,13 @@ class EmulatedLauncher:
     """A kernel under the emulator, over CPU tensors. A launch with a finding raises NotCleanError with the report.
 
     every_schedule: run each launch under all of the emulator's schedules, whose results must agree.
+    counted: keep what each launch reports, with traffic counted; findings are then the reader's to look for.
     """
 
-    def __init__(self, emulated: "Emulated", config: Any, every_schedule: bool = False):
-        self.emulated, self.config, self.every_schedule = emulated, config, every_schedule
+    def __init__(self, emulated: "Emulated", config: Any, every_schedule: bool = False, counted: bool = False):
+        self.emulated, self.config, self.every_schedule, self.counted = emulated, config, every_schedule, counted
         self.kept: dict[Any, Any] = {}
+        self.reports: list[Any] = []  # of autotune.emulator.report
 
     @property
     def lowered(self) -> "Lowered":
@@ -102,7 +104,11 @@ class EmulatedLauncher:
         given = {p.name: self._memory(p, x, packed) for p, x in zip(wanted, tensors, strict=True)}
         arguments = [given[p.name] if p.kind == "tensor" else packed[p.name] for p in self._called.lowered.parameters]
         run = self._called.check if self.every_schedule else self._called
-        run(*arguments, count=False).assert_clean()
+        report = run(*arguments, count=self.counted)
+        if self.counted:
+            self.reports.append(report)
+        else:
+            report.assert_clean()
 
     def call(self, packed: Any, tensors: Sequence[Argument]) -> None:
         return None

@@ -4,7 +4,7 @@ The programs of a launch walk spans of tokens, and a span is a whole sequence un
 and sequences are long. linattn_tl/walks.py does the same for CPU kernels, which cut time by threads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from autotune.launcher import KEPT
 from autotune.launcher import keep as keep_packed
 from linattn_tl.launchers import Launcher
 from linattn_tl.registry import UnsupportedError
-from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Problem
+from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
 
 MULTIPLE = 16  # of K and V
 MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65535  # CUDA C++ Programming Guide, "Technical Specifications"
@@ -155,6 +155,21 @@ def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= KEPT:
         known.clear()
     known[key] = value
+
+
+def serving(kernels: Sequence[Kernel]) -> Callable[[Problem, Target], tuple[Kernel, ...]]:
+    """Which kernels of a pass a problem needs on a device: all that have a config.
+
+    Where one for dk and dv fits (backward_kv), those for one of them are not needed.
+    """
+
+    def of(problem: Problem, device: Target) -> tuple[Kernel, ...]:
+        fits = [k for k in kernels if k.configs(problem, device)]
+        stages = {k.name.split(".")[1] for k in fits}
+        spared = {"backward_k", "backward_v"} if "backward_kv" in stages else set()
+        return tuple(k for k in fits if k.name.split(".")[1] not in spared)
+
+    return of
 
 
 # ---- the runner

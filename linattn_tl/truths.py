@@ -30,9 +30,13 @@ def truth(runner: Any, inputs: Sequence[Any], lengths: Any, opt: Any, seed: int 
     for state in outputs[1:]:
         drawn = torch.randn(state.shape, generator=g).to(wide)
         upstream.append(drawn if opt.output_final_state else None)
-    pairs = [(x, u.double()) for x, u in zip(outputs, upstream, strict=True) if u is not None]
-    leaves = [x for x in exact if x is not None]
-    found = iter(torch.autograd.grad([x for x, _ in pairs], leaves, [u for _, u in pairs], allow_unused=True))
+    # without tokens an output may depend on nothing
+    pairs = [(x, u.double()) for x, u in zip(outputs, upstream, strict=True) if u is not None and x.requires_grad]
+    leaves, ends = [x for x in exact if x is not None], [x for x, _ in pairs]
+    made = (
+        torch.autograd.grad(ends, leaves, [u for _, u in pairs], allow_unused=True) if pairs else [None] * len(leaves)
+    )
+    found = iter(made)
     grads = [None if x is None else next(found) for x in exact]
     return Truth(_detached(outputs), _detached(saved), tuple(upstream), grads)
 

@@ -13,19 +13,18 @@ import torch
 
 from autotune import target
 from autotune.emulator import Emulated
+from linattn_tl import trials
 from tests.conftest import CACHE
-from tests.test_cuda_runner import lowered
-from tl_kernels.linear_attention import cuda
-from tl_kernels.spec import Problem
+from tests.emulated import K, V, lowered
+from tl_kernels.spec import Kernel, Problem
 
-K = V = 32
 TOKENS = 100
 NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.11 on
 # Which row comes first, by the first size of a tensor. 2^26 tokens of 32 and 2^21 states of 32 x 32 are 2^31 elements.
-FIRST = {"tokens": 2**26, "keys": 2**26, "rows": 2**26, "S": 2**21, "P": 2**21}
+FIRST = {"tokens": 2**27, "keys": 2**27, "rows": 2**27, "S": 2**21, "P": 2**21}
 SIZES = {"tokens": TOKENS, "keys": TOKENS, "rows": TOKENS, "S": 3, "P": 2, "H": 1, "HV": 1, "HZ": 1, "B": 1, "M": 2}
 NUMBERS = {"spans": 1, "sequences": 1, "length": 0, "segment": 2**30, "initial": 1, "final": 1, "keep_den": 1}
-OPTIONS = {"feature_map": 0, "normalize": 1, "scale": 0.5, "eps": 1e-6, "reverse": 0, "use_slots": 1}
+OPTIONS = {"feature_map": 0, "normalize": 1, "scale": 0.5, "eps": 1e-6, "reverse": 0, "use_slots": 1, "gated": 1}
 
 
 def space(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,18 +44,21 @@ def moved(x: torch.Tensor, first: int) -> torch.Tensor:
 class Call:
     """The arguments of one launch, by name."""
 
-    def __init__(self, parameters: Any):
+    def __init__(self, parameters: Any, chunk: int):
+        """chunk: tokens of one; states of chunks begin where those of the first token do."""
+        sizes, first = {**SIZES, "chunks": -(-TOKENS // chunk)}, {**FIRST, "chunks": FIRST["tokens"] // chunk}
         self.tensors: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
         for p in parameters:
             if p.kind != "tensor":
                 continue
-            shape = [SIZES.get(d, 1) if isinstance(d, str) else d for d in p.shape]
+            shape = [sizes.get(d, 1) if isinstance(d, str) else d for d in p.shape]
             if p.dtype.startswith("int"):
                 continue
-            x = torch.rand(shape) + 0.5 if p.name in ("den", "z", "z0") else torch.randn(shape)
+            x = torch.rand(shape) + 0.5 if p.name in ("den", "z", "z0", "decay") else torch.randn(shape)
+            x = -x.abs() if p.name == "g" else x
             self.tensors[p.name] = moved(x.to(getattr(torch, p.dtype)), 0)
-            self.first[p.name] = FIRST.get(p.shape[0], 0)
+            self.first[p.name] = first.get(p.shape[0], 0)
 
     def arguments(self, parameters: Any, far: bool, scan: bool) -> dict[str, Any]:
         given: dict[str, Any] = {n: moved(x, far * self.first[n]) for n, x in self.tensors.items()}
@@ -69,16 +71,16 @@ class Call:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("stage", [k.name.split(".")[1] for k in cuda.KERNELS])
-def test_R07_offsets_beyond_31_bits(stage: str, arch: str):
-    kernel = next(k for k in cuda.KERNELS if k.name == f"linear_attention.{stage}")
+@pytest.mark.parametrize("kernel", trials.all_kernels("cuda"), ids=lambda kernel: kernel.name)
+def test_R07_offsets_beyond_31_bits(kernel: Kernel, arch: str):
     dtype = "bfloat16" if arch == "sm_90a" else "float32"  # as the tests of the runner, which has lowered them
-    problem = Problem("linear_attention", dtype, K, V, "cuda")
-    function = lowered(kernel, problem, kernel.configs(problem, target.named(arch))[0], arch)
-    run, call = Emulated(function, cache=CACHE / "emulator"), Call(function.parameters)
+    problem = Problem(kernel.op, dtype, K, V, "cuda")
+    config = kernel.configs(problem, target.named(arch))[0]
+    function = lowered(kernel, problem, config, arch)
+    run, call = Emulated(function, cache=CACHE / "emulator"), Call(function.parameters, getattr(config, "C", TOKENS))
     results = []
     for far in (False, True):
-        given = call.arguments(function.parameters, far, scan=stage == "scan")
+        given = call.arguments(function.parameters, far, scan=kernel.name.endswith(".scan"))
         run(*given.values(), count=False, in_place=True).assert_clean()
         results.append({n: given[n][far * call.first[n] :] for n in call.tensors})
     assert any(not torch.equal(x, call.tensors[n]) for n, x in results[0].items()), "nothing was written"

@@ -4,11 +4,7 @@ What the runner decides is tested here: which kernels, which switches, which siz
 options; and that nothing is launched where there is nothing to do. A launch with a finding fails.
 """
 
-import hashlib
-import os
-import pickle
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -16,84 +12,40 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune import cuda_build, target
-from autotune.emulator import Emulated, lower
-from autotune.emulator.lowering import Lowered
 from autotune.verify import check_close
 from linattn_tl import launchers, spans
 from linattn_tl.aligned import pool_strides, ready
-from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
+from linattn_tl.launchers import CudaLauncher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.registry import UnsupportedError
 from linattn_tl.spans import check_grid, refuse_sizes
-from tests.conftest import CACHE
+from tests.emulated import BF16, FP32, K, V, awkward, binary, cut_short
 from tl_kernels.linear_attention import cuda as kernels
-from tl_kernels.spec import Kernel, Problem
+from tl_kernels.spec import Problem
 
-K = V = 32
 TRUTH = TorchRunner(recurrent)
 FULL, ALL = Options(causal=False), (True,) * 5
-FP32, BF16 = ("sm_80", "float32"), ("sm_90a", "bfloat16")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-
-
-def lowered(kernel: Kernel, problem: Problem, config: Any, arch: str) -> Lowered:
-    """Kept for the next run of the tests: lowering takes up to ten seconds."""
-    key = f"{cuda_build.fingerprint(problem.op)} {kernel.name} {problem} {config} {arch}"
-    path = CACHE / "lowered" / hashlib.sha256(key.encode()).hexdigest()
-    try:
-        return pickle.loads(path.read_bytes())
-    except (OSError, EOFError, pickle.PickleError):
-        found = lower(kernel.build(problem, config), arch, cuda_build.PASSES)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(pickle.dumps(found))
-        part.replace(path)
-        return found
-
-
-class EmulatedBinary:
-    """A kernel's first config under the emulator, lowered at the first launch."""
-
-    def __init__(self, name: str, arch: str, dtype: str):
-        self.problem, self.arch = Problem("linear_attention", dtype, K, V, "cuda"), arch
-        self.kernel = next(k for k in kernels.KERNELS if k.name == f"linear_attention.{name}")
-        self.config = self.kernel.configs(self.problem, target.named(arch))[0]
-        self.kept: dict[Any, Any] = {}
-        self.launches = 0
-
-    @cached_property
-    def launcher(self) -> EmulatedLauncher:
-        function = lowered(self.kernel, self.problem, self.config, self.arch)
-        return EmulatedLauncher(Emulated(function, cache=CACHE / "emulator"), self.config)
-
-    def pack(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        return self.launcher.pack(numbers)
-
-    def launch(self, packed: Mapping[str, float], tensors: Sequence[torch.Tensor | None]) -> None:
-        self.launcher.launch(packed, tensors)
-        self.launches += 1
-
-
-@cache
-def binary(name: str, arch: str, dtype: str) -> EmulatedBinary:
-    return EmulatedBinary(name, arch, dtype)
 
 
 STAGES = tuple(k.name.split(".")[1] for k in kernels.KERNELS)
 PIECES = tuple(stage for stage in STAGES if stage != "backward_kv")  # of a problem too large for it
 
 
+def named(stage: str) -> str:
+    return f"linear_attention.{stage}"
+
+
 def runner(arch: str, dtype: str, stages: Sequence[str] = STAGES, multiprocessors: int = 1) -> CudaRunner:
     """With one multiprocessor nothing is cut."""
-    return CudaRunner({f"linear_attention.{s}": binary(s, arch, dtype) for s in stages}, multiprocessors)
+    return CudaRunner({name: binary(name, arch, dtype) for name in map(named, stages)}, multiprocessors)
 
 
 def launches() -> dict[str, int]:
     """Of every binary so far."""
-    return {f"{a}.{d}.{s}": binary(s, a, d).launches for s in STAGES for a, d in (FP32, BF16)}
+    return {f"{a}.{d}.{s}": binary(named(s), a, d).launches for s in STAGES for a, d in (FP32, BF16)}
 
 
 def example(
@@ -248,11 +200,7 @@ def test_without_a_kernel_for_both(needs: tuple[bool, ...]):
 
 @pytest.fixture
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans of 16 tokens or so: as a long sequence is cut, at sizes that the emulator can walk."""
-    monkeypatch.setattr(spans, "CARRIED_TOKENS", 16)
-    monkeypatch.setattr(spans, "SPREAD_TOKENS", 16)
-    monkeypatch.setattr(spans, "CARRIED_SPANS", 1)
-    monkeypatch.setattr(spans, "SPAN_MULTIPLE", 16)
+    cut_short(monkeypatch)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -324,18 +272,6 @@ def test_without_tokens_nothing_is_launched(sizes: dict[str, Any], causal: bool)
 def test_without_queries_or_keys(T: int, keys: int, state: bool):
     inputs, lengths = example(T=T, keys=keys, state=state)
     check(runner(*FP32), inputs, lengths, FULL._replace(output_final_state=True, eps=0.1))
-
-
-def awkward(x: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in memory that a kernel cannot read."""
-    if how == "strided":
-        return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
-    if how == "transposed":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if how == "negated":
-        return torch.complex(x.float(), -x.float()).conj().imag
-    raw = torch.empty(x.numel() + 1, dtype=x.dtype)
-    return raw[1:].view(x.shape).copy_(x)
 
 
 @pytest.mark.parametrize("how", ["strided", "transposed", "negated", "misaligned"])
@@ -411,7 +347,7 @@ def check_decode(
 
 
 def decoder() -> CudaDecode:
-    return CudaDecode({"linear_attention.decode": binary("decode", *FP32)})
+    return CudaDecode({"linear_attention.decode": binary(named("decode"), *FP32)})
 
 
 def test_decode():
@@ -516,7 +452,7 @@ def test_slots_in_awkward_memory(dtype: torch.dtype):
 
 def test_offsets_into_a_pool_have_64_bits():
     """A pool may have more than 2^31 elements."""
-    launcher = binary("decode", *FP32).launcher
+    launcher = binary(named("decode"), *FP32).launcher
     assert {s.name: s.c_type for s in launcher.lowered.symbols}["kv_rows"] == "int64_t"
     stored = [line for line in launcher.lowered.kernel_source.splitlines() if "kv_rows))" in line]
     assert stored and all("((int64_t)row) * kv_rows" in line for line in stored)
@@ -603,7 +539,7 @@ class NothingRead(TorchDispatchMode):
 @pytest.mark.parametrize("how", ["", "strided", "misaligned"])
 def test_decode_reads_nothing_from_the_device(how: str):
     recorded: Any = Recorded(numbers=DECODE_NUMBERS)
-    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary(named("decode"), *FP32).config)})
     (q, k, v, _, _), _ = example(B=3, T=1)
     (_, _, _, kv, z), _ = example(B=3, T=1, state=True)
     if how:
@@ -618,7 +554,7 @@ def test_decode_reads_nothing_from_the_device(how: str):
 def test_states_that_lie_side_by_side():
     """kv and z of a row in one piece."""
     recorded: Any = Recorded(numbers=DECODE_NUMBERS)
-    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary(named("decode"), *FP32).config)})
     (q, k, v, _, _), _ = example(B=3, T=1)
     row = 2 * K * V + K
     whole = torch.zeros(5, row)
@@ -635,7 +571,7 @@ def test_states_that_lie_side_by_side():
 def test_a_pass_hands_over_what_it_returns(cu: tuple[int, ...] | None):
     """Every tensor at its place, whichever way the launch is prepared, and 0 for one that is missing."""
     recorded: Any = Recorded(numbers=("rows", "initial", "final"))
-    run = CudaRunner({"linear_attention.forward": CudaLauncher(recorded, binary("forward", *FP32).config)}, 1)
+    run = CudaRunner({"linear_attention.forward": CudaLauncher(recorded, binary(named("forward"), *FP32).config)}, 1)
     for keep, final, state in product((True, False), repeat=3):
         inputs, lengths = example(T=20, cu=cu, state=state)
         lengths = None if lengths is None else lengths.int()
@@ -651,7 +587,7 @@ def test_a_pass_hands_over_what_it_returns(cu: tuple[int, ...] | None):
 def test_a_kept_plan_is_for_its_layout_alone():
     """The same shapes in other memory, one after the other."""
     recorded: Any = Recorded(numbers=DECODE_NUMBERS)
-    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary("decode", *FP32).config)})
+    run = CudaDecode({"linear_attention.decode": CudaLauncher(recorded, binary(named("decode"), *FP32).config)})
     (q, k, v, _, _), _ = example(B=2, T=1)
     kv, z, wide = torch.zeros(2, 2, K, V), torch.zeros(2, 1, K), torch.zeros(2, 3, 2, K, V)
     for pool in (kv, wide[:, 1], kv, wide[:, 2]):

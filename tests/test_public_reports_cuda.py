@@ -3,38 +3,41 @@
 `make gpu-check` asks the same of a GPU. R07 is in test_cuda_large_index.py, R19 in cli/test_wheel.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from autotune import target
-from autotune.emulator import Emulated
 from autotune.target import SHARED_LIMIT
 from linattn_tl import launchers
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options
+from linattn_tl.ops.simple_gla import cuda as simple_gla
 from linattn_tl.spans import refuse_sizes
-from tests.conftest import CACHE
-from tests.test_cuda_runner import ALL, BF16, FP32, STAGES, K, V, binary, example, lowered
+from tests.emulated import BF16, FP32, K, V, binary, launcher
+from tests.test_cuda_runner import ALL, example
 from tl_kernels.linear_attention import cuda
+from tl_kernels.simple_gla import cuda as gated
 from tl_kernels.spec import DTYPES, Kernel, Problem
 
 
-def launcher(stage: str, arch: str, dtype: str) -> EmulatedLauncher:
+def every_order(kernels: Sequence[Kernel], arch: str, dtype: str) -> dict[str, EmulatedLauncher]:
     """Every launch runs under all of the emulator's schedules, whose results must agree bit by bit."""
-    kernel = next(k for k in cuda.KERNELS if k.name == f"linear_attention.{stage}")
-    problem = Problem("linear_attention", dtype, K, V, "cuda")
-    config = kernel.configs(problem, target.named(arch))[0]
-    emulated = Emulated(lowered(kernel, problem, config, arch), cache=CACHE / "emulator")
-    return EmulatedLauncher(emulated, config, every_schedule=True)
+    passes = [k for k in kernels if not k.name.endswith("decode")]
+    return {
+        k.name: launcher(k, Problem(k.op, dtype, K, V, "cuda"), arch, every_schedule=True)
+        for k in passes
+        if k.configs(Problem(k.op, dtype, K, V, "cuda"), target.named(arch))
+    }
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_R18_results_do_not_depend_on_the_order_of_threads(arch: str, dtype: str, causal: bool):
-    run = CudaRunner({f"linear_attention.{s}": launcher(s, arch, dtype) for s in STAGES if s != "decode"}, 1)
+    run = CudaRunner(every_order(cuda.KERNELS, arch, dtype), 1)
     inputs, lengths = example(dtype, T=70, state=True)
     opt = Options(causal=causal, scale=0.5, output_final_state=True)
     results, saved = run.forward(inputs, lengths, opt)
@@ -42,18 +45,28 @@ def test_R18_results_do_not_depend_on_the_order_of_threads(arch: str, dtype: str
     assert all(x.isfinite().all() for x in run.backward(inputs, results, saved, lengths, grads, ALL, opt))
 
 
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+def test_R18_gated_results_do_not_depend_on_the_order_of_threads(arch: str, dtype: str):
+    run = simple_gla.CudaRunner(every_order(gated.KERNELS, arch, dtype), 1)
+    (q, k, v, kv, _), _ = example(dtype, T=70, state=True)
+    inputs, opt = [q, k, v, -torch.rand(1, 70, v.shape[2]), kv], simple_gla.Options(0.5, output_final_state=True)
+    results, saved = run.forward(inputs, None, opt)
+    grads = [torch.randn_like(x) for x in results]
+    assert all(x.isfinite().all() for x in run.backward(inputs, results, saved, None, grads, ALL, opt))
+
+
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_R10_no_config_needs_more_shared_memory_than_its_architecture_has(arch: str):
     """What a config is said to need is a bound on what is allocated: test_cuda_linear_attention.py."""
     device = target.named(arch)
     assert device.smem_bytes == SHARED_LIMIT[arch]
-    for kernel in cuda.KERNELS:
+    for kernel in (*cuda.KERNELS, *gated.KERNELS):
         for dtype in DTYPES:
-            if kernel.name.endswith(".forward"):
+            if kernel.name == "linear_attention.forward":
                 problems = [Problem("linear_attention", dtype, D, D) for D in (64, 128, 256)]
                 needs = [cuda.smem_bytes(p, c) for p in problems for c in kernel.configs(p, device)]
                 assert max(needs) <= SHARED_LIMIT[arch], (kernel.name, dtype)
-            offered = {D: kernel.configs(Problem("linear_attention", dtype, D, D), device) for D in (64, 128, 256)}
+            offered = {D: kernel.configs(Problem(kernel.op, dtype, D, D), device) for D in (64, 128, 256)}
             assert all(offered.values()) or kernel.name.endswith("backward_kv"), (kernel.name, dtype)
 
 
@@ -66,11 +79,13 @@ def test_R09_every_head_dim_has_kernels_or_is_refused_in_words(width: int):
             if reason is not None:
                 assert "multiples of 16 up to 256" in reason and (k % 16 or v % 16 or max(k, v) > 256)
                 continue
-            assert all(_has_config(kernel, problem) for kernel in cuda.KERNELS)
+            assert all(_has_config(kernel, problem) for kernel in (*cuda.KERNELS, *gated.KERNELS))
 
 
 def _has_config(kernel: Kernel, problem: Problem) -> bool:
-    return bool(kernel.configs(problem, target.named("sm_86"))) or kernel.name.endswith("backward_kv")
+    return bool(kernel.configs(problem._replace(op=kernel.op), target.named("sm_86"))) or kernel.name.endswith(
+        "backward_kv"
+    )
 
 
 def test_R13_a_launch_goes_to_the_current_stream_of_its_device(monkeypatch: pytest.MonkeyPatch):
@@ -107,8 +122,24 @@ def test_R14_padding_among_the_slots(dtype: torch.dtype):
     (_, _, _, kv, z), _ = example(B=6, T=1, state=True)
     slots = torch.tensor([3, 5, -1, -1, -1, -1, -1, -1], dtype=dtype)
     before, out = (kv.clone(), z.clone()), torch.full_like(v, float("nan"))
-    CudaDecode({"linear_attention.decode": binary("decode", *FP32)})(q, k, v, kv, z, slots, Options(), out)
+    CudaDecode({"linear_attention.decode": binary("linear_attention.decode", *FP32)})(
+        q, k, v, kv, z, slots, Options(), out
+    )
     assert (out[2:] == 0).all() and out[:2].isfinite().all()
     for now, was in zip((kv, z), before, strict=True):
         assert torch.equal(now[[0, 1, 2, 4]], was[[0, 1, 2, 4]])
         assert not torch.equal(now[3], was[3]) and not torch.equal(now[5], was[5])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.usefixtures("nan_filled")
+def test_R14_padding_among_the_slots_of_a_gated_step(dtype: torch.dtype):
+    (q, k, v, _, _), _ = example(B=8, T=1)
+    (_, _, _, kv, _), _ = example(B=6, T=1, state=True)
+    slots = torch.tensor([3, 5, -1, -1, -1, -1, -1, -1], dtype=dtype)
+    before, out = kv.clone(), torch.full_like(v, float("nan"))
+    run = simple_gla.CudaDecode({"simple_gla.decode": binary("simple_gla.decode", *FP32)})
+    run(q, k, v, -torch.rand(v.shape[:3]), kv, slots, simple_gla.Options(), out)
+    assert (out[2:] == 0).all() and out[:2].isfinite().all()
+    assert torch.equal(kv[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+    assert not torch.equal(kv[3], before[3]) and not torch.equal(kv[5], before[5])

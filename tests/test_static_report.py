@@ -45,8 +45,9 @@ def test_what_is_not_clean_or_not_known_is_said():
 @pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
 def test_decode_moves_its_state_once():
     """bf16, K = V = 32: the state to and fro is nearly all there is to move."""
-    kernel = next(k for k in static_report.reported() if k.name.endswith("decode"))
-    row = static_report.report(kernel, Problem(kernel.op, "bfloat16", 32, 32, "cuda"), "sm_80")
+    problem = Problem("linear_attention", "bfloat16", 32, 32, "cuda")
+    (kernel,) = static_report.reported(problem, "sm_80", ["decode"])
+    row = static_report.report(kernel, problem, "sm_80")
     assert row.clean
     assert row.spill_bytes == 0
     assert 1.0 <= row.floor_ratio < 1.2

@@ -19,9 +19,9 @@ from linattn_tl.guarded import GUARD
 from linattn_tl.launchers import EmulatedLauncher
 from linattn_tl.ops.linear_attention import trial_cuda
 from linattn_tl.ops.linear_attention.definition import Options, decode
-from linattn_tl.ops.linear_attention.trial_cuda import TENSORS, DecodeCase, check, workload
+from linattn_tl.ops.linear_attention.trial_cuda import TENSORS, check, workload
 from tests.conftest import CACHE
-from tests.test_cuda_runner import lowered
+from tests.emulated import lowered
 from tl_kernels.linear_attention import cuda
 from tl_kernels.spec import Kernel, Problem
 
@@ -248,7 +248,7 @@ class Defined:
 
 
 def test_slots_outside_of_the_pool(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trial_cuda, "DECODE_CASES", (DecodeCase(4, 2, heads=2, slots=(4, 1, -2, -1), pool=4),))
+    monkeypatch.setattr(trial_cuda, "DECODE_CASES", trial_cuda.DECODE_CASES[-1:])
     right: Any = (KERNELS["decode"], Problem("linear_attention", "float32", 16, 32, "cuda"))
     check(*right, Defined(torch.nan))
     with pytest.raises(VerificationError, match="o is not NaN where the slot is outside of the pool"):

@@ -7,6 +7,7 @@ parts of 11 bits each, high and low, and three tf32 products (all but low x low)
 """
 
 import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
 
 from tl_kernels.spec import ELU1, RELU
 
@@ -115,11 +116,14 @@ def multiply_state(acc, a, state, tile, transpose_B=False, filled=False):
 class Ahead:
     """Rows of a tensor [tokens, heads, width], copied into shared memory while the chunk before them is worked on.
 
-    ahead=False: there is no buffer, and they are loaded when they are needed.
+    ahead=False: there is no buffer, and they are loaded when they are needed. swizzled: they are read as a product's
+    accumulator lies, not in whole rows.
     """
 
-    def __init__(self, rows, columns, dtype, ahead):
+    def __init__(self, rows, columns, dtype, ahead, swizzled=False):
         self.raw = T.alloc_shared([rows, columns], dtype) if ahead else None
+        if ahead and swizzled:
+            T.annotate_layout({self.raw: make_swizzled_layout(self.raw)})
         self.rows, self.columns, self.ahead = rows, columns, ahead
 
 
@@ -128,6 +132,12 @@ def fetch(tile, x, t, head, column):
     """Begin to copy rows from t on, columns from column on; what lies outside the tensor becomes zero."""
     if tile.ahead:
         T.async_copy(x[t : t + tile.rows, head, column : column + tile.columns], tile.raw)
+
+
+@T.macro
+def fetch_column(raw, x, t, rows, head):
+    """Begin to copy x [tokens, heads] of a head and of the tokens from t on into shared memory."""
+    T.async_copy(x[t : t + rows, head], raw)
 
 
 @T.macro
@@ -166,6 +176,13 @@ def cleared(x, rows, columns, left):
 
 
 @T.macro
+def load_column(x_f, x, t, last, rows, head, given, otherwise):
+    """x_f = x of a head and of the tokens from t on; `otherwise` from `last` on, and for all unless `given`."""
+    for i in T.Parallel(rows):
+        x_f[i] = T.if_then_else(given & (t + i < last), x[t + i, head], otherwise)
+
+
+@T.macro
 def add_rows(z, tile):
     """z += the sum of the rows of a tile."""
     for d in T.Parallel(tile.columns):
@@ -173,6 +190,17 @@ def add_rows(z, tile):
             z[d] += T.cast(tile.high[i, d], "float32")
             if tile.exact:
                 z[d] += tile.low[i, d]
+
+
+@T.macro
+def take_state(S, rows, columns, kv, given, slot, head, corner):
+    """S = rows and columns, from a corner on, of the state in a slot, or zeros where none is given.
+
+    given is a condition: a parameter of the kernel by itself would take the macro's name for it (TileLang 0.1.15).
+    """
+    T.clear(S)
+    if given:
+        T.copy(kv[slot, head, corner[0] : corner[0] + rows, corner[1] : corner[1] + columns], S)
 
 
 @T.macro
@@ -217,3 +245,150 @@ def find_span(where, i, cu_seqlens, sequences, length, segment):
                     where[1] = where[2]
         where[1] = cu_seqlens[where[0]] + (i - T.truncdiv(cu_seqlens[where[0]], segment) - where[0]) * segment
         where[2] = where[1] + T.max(T.min(segment, cu_seqlens[where[0] + 1] - where[1]), 0)
+
+
+@T.macro
+def find_slots(where, n, cu_seqlens, length, segment):
+    """where = (the first slot of sequence n, how many spans it has), as find_span has them."""
+    where[1] = T.truncdiv(length + segment - 1, segment)
+    where[0] = n * where[1]
+    if length <= 0:
+        where[0] = T.truncdiv(cu_seqlens[n], segment) + n
+        where[1] = T.truncdiv(cu_seqlens[n + 1] - cu_seqlens[n] + segment - 1, segment)
+
+
+@T.macro
+def find_chunk(slot, where, cu_seqlens, length, rows):
+    """slot[0] = where the first chunk of a span lies among all chunks of `rows` tokens, numbered as spans are.
+
+    where: of the span, which begins with a chunk of its sequence.
+    """
+    if length > 0:
+        slot[0] = where[0] * T.truncdiv(length + rows - 1, rows) + T.truncdiv(where[1] - where[0] * length, rows)
+    if length <= 0:
+        slot[0] = T.truncdiv(cu_seqlens[where[0]], rows) + where[0]
+        slot[0] += T.truncdiv(where[1] - cu_seqlens[where[0]], rows)
+
+
+def pool_word(slots, use_slots, i):
+    """The first word of slot i: i itself (use_slots 0), int32 slots[i] (1), or int64 slots seen as pairs of int32 (2).
+
+    Read it into a variable of its own before pool_row, which uses it more than once.
+    """
+    return T.if_then_else(use_slots > 0, slots[i * use_slots], i)
+
+
+def pool_row(word, slots, use_slots, i, pool):
+    """The row that slot i names: negative where there is none, -1 for padding.
+
+    An int64 fits if its high word repeats the low one's sign.
+    """
+    sign = T.shift_right(word, 31)
+    high = T.if_then_else(use_slots > 1, slots[i * 2 + 1], sign)
+    return T.if_then_else((high == sign) & (word < pool), word, -2)
+
+
+def unnamed(row):
+    """What a step writes where no row is named: 0 for padding, NaN for a slot outside of the pool."""
+    return T.if_then_else(row == -1, T.float32(0), T.reinterpret(T.uint32(0x7FC00000), "float32"))
+
+
+LEAST_GATE = -128.0  # a stronger one is as strong: exp of it is 0 in fp32, and of it plus any others
+RUN = 8  # tokens that are summed one after the other
+
+
+class Gates:
+    """Gates of a chunk, and their running sums in two parts.
+
+    Decays are exponentials of differences of sums. The sum is kept in two floats, so that a difference is as good as
+    the sum of the gates between: one float of a sum of strong gates has forgotten the weak ones.
+    """
+
+    def __init__(self, rows):
+        self.raw = T.alloc_shared([rows], "float32")  # fetched a chunk ahead
+        self.g = T.alloc_shared([rows], "float32")
+        self.high = T.alloc_shared([rows], "float32")
+        self.low = T.alloc_shared([rows], "float32")
+        self.factors = T.alloc_shared([rows], "float32")  # for scale_tile
+        self.rows = rows
+
+    def between(self, j, i):
+        """The sum of the gates behind token j up to token i."""
+        return (self.high[i] - self.high[j]) + (self.low[i] - self.low[j])
+
+    def decay(self, j, i):
+        """exp of it for j <= i, else 1, whose place a mask takes: of the exponent, not of the result."""
+        return T.exp(T.Select(j <= i, self.between(j, i), T.float32(0)))
+
+    def first(self, i):
+        """What the state before the chunk keeps up to token i."""
+        return T.exp(self.high[i] + self.low[i])
+
+    def last(self, j):
+        """What token j keeps up to the end of the chunk."""
+        return T.exp(self.between(j, self.rows - 1))
+
+    @property
+    def whole(self):
+        """What the state before the chunk keeps up to its end."""
+        return self.first(self.rows - 1)
+
+
+@T.macro
+def add_exactly(total, i, x, y):
+    """total.high[i] + total.low[i] += x + y, where y is small: Knuth's two-sum keeps what an addition rounds off.
+
+    By way of variables: TVM takes (a + b) - a for b.
+    """
+    total.sum[i] = total.high[i] + x
+    total.back[i] = total.sum[i] - total.high[i]
+    total.low[i] += (total.high[i] - (total.sum[i] - total.back[i])) + (x - total.back[i]) + y
+    total.high[i] = total.sum[i]
+
+
+class Total:
+    """A sum in two floats, for each of some rows."""
+
+    def __init__(self, rows):
+        self.high, self.low, self.sum, self.back = (T.alloc_fragment([rows], "float32") for _ in range(4))
+
+
+@T.macro
+def sum_gates(gates, left):
+    """Running sums of the gates that were fetched: first inside runs, then over the runs before.
+
+    Gates from row `left` on are of other sequences and count as 0.
+    """
+    total = Total(gates.rows)
+    for i in T.Parallel(gates.rows):
+        least = T.Select(gates.raw[i] < T.float32(LEAST_GATE), T.float32(LEAST_GATE), gates.raw[i])  # NaN stays NaN
+        gates.g[i] = T.Select(i < left, least, T.float32(0))
+    for i in T.Parallel(gates.rows):
+        total.high[i] = T.float32(0)
+        total.low[i] = T.float32(0)
+        for j in T.serial(RUN):
+            add_exactly(total, i, T.Select(j <= i % RUN, gates.g[i - i % RUN + j], T.float32(0)), T.float32(0))
+    T.copy(total.high, gates.high)
+    T.copy(total.low, gates.low)
+    for i in T.Parallel(gates.rows):
+        for n in T.serial(gates.rows // RUN - 1):
+            before, end = n < i // RUN, n * RUN + RUN - 1
+            add_exactly(
+                total,
+                i,
+                T.Select(before, gates.high[end], T.float32(0)),
+                T.Select(before, gates.low[end], T.float32(0)),
+            )
+    T.copy(total.high, gates.high)
+    T.copy(total.low, gates.low)
+
+
+@T.macro
+def scale_tile(tile, x_f, factors):
+    """Rows of a tile times factors in shared memory; x_f is a fragment for it to pass through."""
+    for i, j in T.Parallel(tile.rows, tile.columns):
+        if tile.exact:
+            x_f[i, j] = (tile.high[i, j] + tile.low[i, j]) * factors[i]
+        else:
+            x_f[i, j] = T.cast(tile.high[i, j], "float32") * factors[i]
+    fill(tile, x_f)

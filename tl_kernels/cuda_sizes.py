@@ -40,30 +40,54 @@ def tensor_cores(p: Problem, target: Target) -> Sequence[str]:
     return ("HGMMA|HMMA",)
 
 
+def chunk_sizes(p: Problem) -> tuple[int, ...]:
+    """Tokens of a chunk, longest first."""
+    return (32, 16) if tile_dtype(p) == "float32" else (64, 32, 16)
+
+
 def blocks_of(width: int) -> list[int]:
     """Widths of a block that are worth a try, widest first."""
     return sorted({min(b, padded(width)) for b in (256, 128, 64, 32, 16)}, reverse=True)
 
 
-def blocks_smem_bytes(p: Problem, c: Blocks, operands: int, staged: int, loads: int = 0) -> int:
-    """Dynamic shared memory at most.
+@dataclass(frozen=True)
+class Layout:
+    """What a kernel with blocks keeps in shared memory beside its state and vectors."""
 
-    Args:
-        operands: columns of all operand tiles of C rows.
-        staged: columns of all outputs that go through shared memory.
-        loads: columns of all that is loaded a chunk ahead.
-    """
-    tile, state = (8, 4) if tile_dtype(p) == "float32" else (2, 2)
-    rows = tile * (operands + c.C) + BYTES[p.dtype] * (staged + c.stages * loads)
-    return c.C * rows + state * c.BK * c.BV + SLACK_BYTES
+    operands: int  # columns of all operand tiles of C rows
+    staged: int  # columns of all outputs that go through shared memory
+    loads: int  # columns of all that is loaded a chunk ahead
+    squares: int = 1  # tiles of C x C
+    slack: int = SLACK_BYTES
+
+    def smem_bytes(self, p: Problem, c: Blocks) -> int:
+        """Dynamic shared memory at most."""
+        tile, state = (8, 4) if tile_dtype(p) == "float32" else (2, 2)
+        rows = tile * (self.operands + self.squares * c.C) + BYTES[p.dtype] * (self.staged + c.stages * self.loads)
+        return c.C * rows + state * c.BK * c.BV + self.slack
+
+
+def gated(operands: int, staged: int, loads: int, squares: int = 1) -> Layout:
+    """Of a kernel with gates, and so with more vectors and sums over warps."""
+    return Layout(operands, staged, loads, squares, slack=10 * 1024)
 
 
 def fitting(
-    p: Problem, target: Target, shapes: Sequence[tuple[int, int]], columns: Callable[[int, int], tuple[int, int, int]]
+    p: Problem,
+    target: Target,
+    shapes: Sequence[tuple[int, int]],
+    layout: Callable[[int, int], Layout],
+    chunks: Sequence[int] = (),
 ) -> list[Blocks]:
-    """The schedules with a state of one of these shapes that fit; columns(BK, BV) as for blocks_smem_bytes."""
+    """The schedules that fit, best first.
+
+    Args:
+        shapes: (BK, BV), of the state in a program.
+        layout: by BK and BV, what else there is.
+        chunks: sizes of a chunk, all that make sense unless given.
+    """
     found: list[Blocks] = []
-    for C in (32, 16) if tile_dtype(p) == "float32" else (64, 32, 16):
+    for C in chunks or chunk_sizes(p):
         if C == 16 and found:  # two warps, for four cannot share a tile of 16 x 16: the last resort
             break
         for BK, BV in shapes:
@@ -75,8 +99,29 @@ def fitting(
                 continue
             for stages in (1, 0):
                 c = Blocks(C, BK, BV, threads, stages)
-                if blocks_smem_bytes(p, c, *columns(BK, BV)) <= target.smem_bytes:
+                if layout(BK, BV).smem_bytes(p, c) <= target.smem_bytes:
                     found.append(c)
                     break
     # the fewest bytes first, then loads that are hidden behind products, then long chunks
     return sorted(found, key=lambda c: (-c.BK * c.BV, -c.stages, -c.C))[:OFFERED]
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    block: int  # elements of the state in a program
+    threads: int
+
+
+def scan_configs(p: Problem, target: Target) -> Sequence[ScanConfig]:
+    return [ScanConfig(n, n // 4) for n in (1024, 256) if p.K * p.V % n == 0]
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    BV: int  # columns of the state in a program
+    threads: int
+
+
+def decode_configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
+    """Every thread holds K / 16 vectors of 16 bytes of the state: many small programs, for few sequences fill a GPU."""
+    return [DecodeConfig(BV, 4 * BV) for BV in (32, 64, 16) if p.V % BV == 0]

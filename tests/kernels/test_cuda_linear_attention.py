@@ -16,8 +16,8 @@ from autotune.target import SHARED_LIMIT, named
 from autotune.verify import check_close
 from linattn_tl.ops.linear_attention.definition import Options, decode, packed, recurrent
 from tests.conftest import CACHE
-from tests.test_cuda_runner import lowered
-from tl_kernels.cuda_sizes import SLACK_BYTES, Blocks, blocks_smem_bytes
+from tests.emulated import lowered
+from tl_kernels.cuda_sizes import SLACK_BYTES, Blocks, Layout
 from tl_kernels.linear_attention import cuda, cuda_backward
 from tl_kernels.spec import DTYPES, Problem
 
@@ -459,5 +459,5 @@ def test_shared_memory_is_what_is_allocated():
         assert bound - SLACK_BYTES <= report.launches[0].shared_bytes <= bound
     kernel, dtype, D, config = "backward_kv", "bfloat16", 64, (64, 64, 64, 128, 1)
     allocated = re.search(r"MaxDynamicSharedMemorySize, (\d+)", built(kernel, "sm_90a", dtype, D, D, *config).source)
-    bound = blocks_smem_bytes(problem(dtype, D, D), Blocks(*config), 4 * D, 2 * D, 4 * D)
+    bound = Layout(4 * D, 2 * D, 4 * D).smem_bytes(problem(dtype, D, D), Blocks(*config))
     assert allocated and bound - SLACK_BYTES <= int(allocated[1]) <= bound

@@ -37,9 +37,12 @@ from tl_kernels.cuda_sizes import (
     OFFERED,
     SLACK_BYTES,
     Blocks,
+    Layout,
+    ScanConfig,
     blocks_of,
     fitting,
     padded,
+    scan_configs,
     tensor_cores,
     tile_dtype,
 )
@@ -52,12 +55,6 @@ class Config:
     BV: int  # columns of the state in a program; with more than one block of V, q and k are read by each
     stages: int  # 0: a chunk is loaded when needed; 1: while the last one is worked on; 2: by TMA and 128 more threads
     threads: int  # that compute
-
-
-@dataclass(frozen=True)
-class ScanConfig:
-    block: int  # elements of the state in a program
-    threads: int
 
 
 def smem_bytes(p: Problem, c: Config) -> int:
@@ -93,11 +90,7 @@ def configs(p: Problem, target: Target) -> Sequence[Config]:
 
 
 def state_configs(p: Problem, target: Target) -> Sequence[Blocks]:
-    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: (BK + BV, BV, BK + BV))
-
-
-def scan_configs(p: Problem, target: Target) -> Sequence[ScanConfig]:
-    return [ScanConfig(n, n // 4) for n in (1024, 256) if p.K * p.V % n == 0]
+    return fitting(p, target, [(padded(p.K), b) for b in blocks_of(p.V)], lambda BK, BV: Layout(BK + BV, BV, BK + BV))
 
 
 def forward(p: Problem, c: Config):
@@ -437,17 +430,10 @@ def scan(p: Problem, c: ScanConfig):
     """
     import tilelang.language as T
 
+    from tl_kernels import cuda_macros as m
+
     KV, K, block, f32 = p.K * p.V, p.K, c.block, "float32"
     S, N0, N1, HZ, HV, M = (T.dynamic(n) for n in ("S", "N0", "N1", "HZ", "HV", "M"))
-
-    @T.macro
-    def find_slots(where, i_n, cu_seqlens, length, segment):
-        """where = (the first slot of sequence n, how many)."""
-        where[1] = T.truncdiv(length + segment - 1, segment)
-        where[0] = i_n * where[1]
-        if length <= 0:
-            where[0] = T.truncdiv(cu_seqlens[i_n], segment) + i_n
-            where[1] = T.truncdiv(cu_seqlens[i_n + 1] - cu_seqlens[i_n] + segment - 1, segment)
 
     @T.prim_func
     def scan_kernel(
@@ -471,7 +457,7 @@ def scan(p: Problem, c: ScanConfig):
             total = T.alloc_fragment([block], f32)
             x = T.alloc_fragment([block], f32)
             where = T.alloc_local([2], "int32")
-            find_slots(where, i_n, cu_seqlens, length, segment)
+            m.find_slots(where, i_n, cu_seqlens, length, segment)
             T.clear(total)
             if initial > 0:
                 T.copy(kv0[i_n, i_h, first : first + block], total)
@@ -488,7 +474,7 @@ def scan(p: Problem, c: ScanConfig):
             z_total = T.alloc_fragment([K], f32)
             z_x = T.alloc_fragment([K], f32)
             z_where = T.alloc_local([2], "int32")
-            find_slots(z_where, i_zn, cu_seqlens, length, segment)
+            m.find_slots(z_where, i_zn, cu_seqlens, length, segment)
             T.clear(z_total)
             if initial > 0:
                 T.copy(z0[i_zn, i_zh, 0:K], z_total)

@@ -23,19 +23,19 @@ between them share an operand, nvcc loads it once and keeps all of it, 64 regist
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tl_kernels.cuda_sizes import Blocks, blocks_of, fitting, padded, tensor_cores, tile_dtype
+from tl_kernels.cuda_sizes import Blocks, Layout, blocks_of, fitting, padded, tensor_cores, tile_dtype
 from tl_kernels.spec import Kernel, Problem, Target
 
 
 def configs_q(p: Problem, target: Target) -> Sequence[Blocks]:
     shapes = [(b, padded(p.V)) for b in blocks_of(p.K)]
-    return fitting(p, target, shapes, lambda BK, BV: (BK + 2 * BV, BK, 2 * BK + 3 * BV))
+    return fitting(p, target, shapes, lambda BK, BV: Layout(BK + 2 * BV, BK, 2 * BK + 3 * BV))
 
 
 def configs_kv(p: Problem, target: Target) -> Sequence[Blocks]:
     """None where K and V are too large for one program: then backward_k and backward_v do it."""
     shapes = [(padded(p.K), padded(p.V))]
-    found = fitting(p, target, shapes, lambda BK, BV: (2 * (BK + BV), BK + BV, 2 * (BK + BV)))
+    found = fitting(p, target, shapes, lambda BK, BV: Layout(2 * (BK + BV), BK + BV, 2 * (BK + BV)))
     # In float32 128 threads spill with 64 x 64 (sm_100a), for K is kept as it came in until dK has left. They would be
     # alone as well: no multiprocessor's shared memory has room for two such programs, as some have in float16
     least = 256 if p.dtype == "float32" and padded(p.K) * padded(p.V) >= 64 * 64 else 128
@@ -44,7 +44,7 @@ def configs_kv(p: Problem, target: Target) -> Sequence[Blocks]:
 
 def configs_v(p: Problem, target: Target) -> Sequence[Blocks]:
     shapes = [(padded(p.K), b) for b in blocks_of(p.V)]
-    return fitting(p, target, shapes, lambda BK, BV: (2 * BK + BV, BV, 2 * BK + BV))
+    return fitting(p, target, shapes, lambda BK, BV: Layout(2 * BK + BV, BV, 2 * BK + BV))
 
 
 def _walk_q(p: Problem, c: Blocks, causal: bool):
@@ -60,12 +60,6 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
     if c.BV < V:
         raise ValueError(f"linear_attention backward: {c} splits a sum; dQ needs all {V} columns of V")
     tokens, keys, H, HV, N0, M = (T.dynamic(n) for n in ("tokens", "keys", "H", "HV", "N0", "M"))
-
-    @T.macro
-    def load_column(x_f, x, t, last, head, normalize, otherwise):
-        """x_f = x of the tokens from t on, and `otherwise` where there are none or nothing is normalised."""
-        for i in T.Parallel(C):
-            x_f[i] = T.if_then_else((normalize > 0) & (t + i < last), x[t + i, head], otherwise)
 
     @T.prim_func
     def backward_q_kernel(
@@ -136,7 +130,7 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                     if causal:
                         m.fetch(k_next, k, where[1], i_q, i_k)
                         m.fetch(v_next, v, where[1], i_h, 0)
-            load_column(den_f, den, where[1], where[2], i_q, normalize, T.float32(1))
+            m.load_column(den_f, den, where[1], where[2], C, i_q, normalize > 0, T.float32(1))
 
             for n in T.serial(T.ceildiv(where[2] - where[1], C)):
                 t = where[1] + n * C
@@ -175,7 +169,7 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                         if causal:
                             m.fetch(k_next, k, t + C, i_q, i_k)
                             m.fetch(v_next, v, t + C, i_h, 0)
-                load_column(den_f, den, t + C, where[2], i_q, normalize, T.float32(1))
+                m.load_column(den_f, den, t + C, where[2], C, i_q, normalize > 0, T.float32(1))
 
                 # dQ
                 if causal:
@@ -232,12 +226,6 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
     if want_v and NK > 1 or want_k and NV > 1:
         raise ValueError(f"linear_attention backward: {c} splits a sum; dK needs all {V} columns of V, dV all {K} of K")
     tokens, keys, H, HV, N0, N1, M = (T.dynamic(n) for n in ("tokens", "keys", "H", "HV", "N0", "N1", "M"))
-
-    @T.macro
-    def load_column(x_f, x, t, last, head, normalize, otherwise):
-        """x_f = x of the tokens from t on, and `otherwise` where there are none or nothing is normalised."""
-        for i in T.Parallel(C):
-            x_f[i] = T.if_then_else((normalize > 0) & (t + i < last), x[t + i, head], otherwise)
 
     @T.prim_func
     def backward_kv_kernel(
@@ -323,8 +311,8 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                     if emit and want_k:
                         m.fetch(v_next, v, end, i_h, i_v)
             if carry:
-                load_column(den_f, den, T.max(end, where[1]), where[2], i_q, normalize, T.float32(1))
-                load_column(dd_f, delta, T.max(end, where[1]), where[2], i_h, normalize, T.float32(0))
+                m.load_column(den_f, den, T.max(end, where[1]), where[2], C, i_q, normalize > 0, T.float32(1))
+                m.load_column(dd_f, delta, T.max(end, where[1]), where[2], C, i_h, normalize > 0, T.float32(0))
 
             for n in T.serial(chunks):
                 t = end - n * C
@@ -365,8 +353,8 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                         if emit and want_k:
                             m.fetch(v_next, v, t - C, i_h, i_v)
                 if carry:
-                    load_column(den_f, den, T.max(t - C, where[1]), where[2], i_q, normalize, T.float32(1))
-                    load_column(dd_f, delta, T.max(t - C, where[1]), where[2], i_h, normalize, T.float32(0))
+                    m.load_column(den_f, den, T.max(t - C, where[1]), where[2], C, i_q, normalize > 0, T.float32(1))
+                    m.load_column(dd_f, delta, T.max(t - C, where[1]), where[2], C, i_h, normalize > 0, T.float32(0))
 
                 if emit and want_k:
                     if causal:

@@ -1,20 +1,7 @@
 """One step of linear attention on NVIDIA GPUs: a few tokens of each sequence against its state, in place."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tl_kernels.spec import Kernel, Problem, Target
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    BV: int  # columns of the state in a program
-    threads: int
-
-
-def configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
-    """Every thread holds K / 16 vectors of 16 bytes of the state: many small programs, for few sequences fill a GPU."""
-    return [DecodeConfig(BV, 4 * BV) for BV in (32, 64, 16) if p.V % BV == 0]
+from tl_kernels.cuda_sizes import DecodeConfig, decode_configs
+from tl_kernels.spec import Kernel, Problem
 
 
 def decode(p: Problem, c: DecodeConfig):
@@ -40,15 +27,6 @@ def decode(p: Problem, c: DecodeConfig):
     strides = ("kv_rows", "kv_heads", "z_rows", "z_heads")
     kv_rows, kv_heads, z_rows, z_heads = (T.dynamic(n, "int64") for n in strides)
 
-    def first_word(slots, use_slots, i):
-        return T.if_then_else(use_slots > 0, slots[i * use_slots], i)
-
-    def find_row(word, slots, use_slots, i):
-        """Negative where there is none, -1 for padding. An int64 fits if its high word repeats the low one's sign."""
-        sign = T.shift_right(word, 31)
-        high = T.if_then_else(use_slots > 1, slots[i * 2 + 1], sign)
-        return T.if_then_else((high == sign) & (word < P), word, -2)
-
     @T.prim_func
     def decode_kernel(
         q: T.Tensor([B, tokens, H, K], io),
@@ -72,8 +50,8 @@ def decode(p: Problem, c: DecodeConfig):
             i_v = i_bv % NV * BV
             i_b = i_bv // NV
             i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            word = first_word(slots, use_slots, i_b)
-            row = find_row(word, slots, use_slots, i_b)
+            word = m.pool_word(slots, use_slots, i_b)
+            row = m.pool_row(word, slots, use_slots, i_b, P)
             S = T.alloc_fragment([K, BV], f32)
             product = T.alloc_fragment([K, BV], f32)
             num = T.alloc_fragment([BV], f32)
@@ -110,13 +88,11 @@ def decode(p: Problem, c: DecodeConfig):
             if row < 0:
                 for t in T.serial(tokens):
                     for j in T.Parallel(BV):
-                        o[i_b, t, i_h, i_v + j] = T.cast(
-                            T.if_then_else(row == -1, T.float32(0), T.reinterpret(T.uint32(0x7FC00000), f32)), io
-                        )
+                        o[i_b, t, i_h, i_v + j] = T.cast(m.unnamed(row), io)
 
         with T.Kernel(B, H, threads=K) as (i_zb, i_zh):
-            z_word = first_word(slots, use_slots, i_zb)
-            z_row = find_row(z_word, slots, use_slots, i_zb)
+            z_word = m.pool_word(slots, use_slots, i_zb)
+            z_row = m.pool_row(z_word, slots, use_slots, i_zb, P)
             z_new = T.alloc_fragment([K], f32)
             if z_row >= 0:
                 for d in T.Parallel(K):
@@ -130,4 +106,4 @@ def decode(p: Problem, c: DecodeConfig):
     return decode_kernel
 
 
-DECODE = Kernel("linear_attention.decode", decode, configs, whole=True)
+DECODE = Kernel("linear_attention.decode", decode, decode_configs, whole=True)

@@ -22,11 +22,11 @@ from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAPS, Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Choice, Compiled, Op
 from linattn_tl.repeats import Repeats
-from linattn_tl.spans import refuse_sizes
+from linattn_tl.spans import refuse_sizes, serving
 from tl_kernels.linear_attention import cpu as kernels
 from tl_kernels.linear_attention import cuda as cuda_kernels
 from tl_kernels.linear_attention import cuda_decode
-from tl_kernels.spec import Kernel, Problem, Target
+from tl_kernels.spec import Problem
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_decode"]
 
@@ -383,19 +383,11 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
 _CUDA_PASSES = tuple(k for k in cuda_kernels.KERNELS if k != cuda_decode.DECODE)
 
 
-def _serving(problem: Problem, device: Target) -> tuple[Kernel, ...]:
-    """Every kernel of a pass that has a config. Where one for dk and dv fits, those for one of them are not needed."""
-    fits = [k for k in _CUDA_PASSES if k.configs(problem, device)]
-    stages = {k.name.split(".")[1] for k in fits}
-    spared = {"backward_k", "backward_v"} if "backward_kv" in stages else set()
-    return tuple(k for k in fits if k.name.split(".")[1] not in spared)
-
-
 _TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
 _PASSES = {
     "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), _TRIAL),
     "cuda": Compiled(
-        _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, _serving
+        _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
     ),
 }
 _STEPS = {

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.verify import VerificationError
-from linattn_tl.guarded import Device, Guarded, Tensors, Trial, apart, compare, in_slots, one_thread, watched
+from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, in_slots, one_thread, watched
 from linattn_tl.launchers import Launcher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.linear_attention.definition import Options, decode, recurrent
 from linattn_tl.spans import Span, Walk, spans_of, walk_numbers
+from linattn_tl.workloads import BATCH, DECODE_BATCH, HEADS, TOKENS, Work, Workload, timed, timed_walk
 from tl_kernels.spec import Kernel, Problem
 
 SEGMENT = 64  # tokens a span: the shortest one there is, one chunk of the kernels with the largest
@@ -334,7 +335,7 @@ def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device =
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for case in DECODE_CASES if stage == "decode" else cases_of(stage):
             try:
-                if isinstance(case, DecodeCase):
+                if isinstance(case, Step):
                     _check_decode(case, problem, launcher, device)
                 else:
                     _check_case(stage, case, problem, launcher, device)
@@ -386,75 +387,29 @@ def _numbers(tensors: Tensors, walk: Walk, opt: Options, reverse: bool = False) 
 # ---- decode
 
 
-@dataclass(frozen=True)
-class DecodeCase:
-    """Steps of a batch. slots picks rows of a pool of `pool` rows; without them sequence i has row i."""
-
-    B: int
-    tokens: int  # 0: one, in tensors without that dim
-    H: int = 1
-    heads: int = 1
-    options: Options = DEFAULTS
-    slots: tuple[int, ...] = ()
-    pool: int = 0
-    index: torch.dtype = torch.int32  # of slots
-    step: int = 1  # the pool's rows lie that many rows apart, as in a pool of several layers
-
-    @property
-    def rows(self) -> int:
-        return self.pool or self.B
-
-
 DECODE_CASES = (
-    DecodeCase(2, 0, H=2, options=Options(scale=0.5)),
-    DecodeCase(3, 3, 1, 2, Options("relu", eps=1e-2), (3, -1, 0), pool=5, step=2),
-    DecodeCase(2, 2, 1, 1, Options("identity", normalize=False, scale=0.3), (3, 1), pool=4, index=torch.int64),
-    DecodeCase(4, 2, heads=2, slots=(4, 1, -2, -1), pool=4),  # two that are no rows of the pool
+    Step(Options(scale=0.5), 2, 0, H=2),
+    Step(Options("relu", eps=1e-2), 3, 3, 1, 2, (3, -1, 0), pool=5, apart=2),
+    Step(Options("identity", normalize=False, scale=0.3), 2, 2, 1, 1, (3, 1), pool=4, index=torch.int64),
+    Step(DEFAULTS, 4, 2, heads=2, slots=(4, 1, -2, -1), pool=4),  # two that are no rows of the pool
 )
 
 
-def _check_decode(case: DecodeCase, p: Problem, launcher: Launcher, device: Device) -> None:
+def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) -> None:
     """Through the runner of decode, which launches nothing else."""
-    g = torch.Generator().manual_seed(zlib.crc32(repr(case).encode()))
-    io, B, H, HV, P = getattr(torch, p.dtype), case.B, case.H, case.H * case.heads, case.rows
-    new = lambda *size: torch.randn(*size, generator=g)  # noqa: E731
-    n = (case.tokens,) if case.tokens else ()
-    q, k, v = (new(B, *n, heads, width).to(io) for heads, width in ((H, p.K), (H, p.K), (HV, p.V)))
-    kv, z = new(P, HV, p.K, p.V), new(P, H, p.K).abs() * 3
-    slots = torch.tensor(case.slots or range(B))
-    live, outside = (slots >= 0) & (slots < P), (slots < -1) | (slots >= P)
-    unnamed = [i for i in range(P) if i not in slots.tolist()]
-    kv[unnamed] = z[unnamed] = torch.nan
-
-    want_kv, want_z, want = kv.double(), z.double(), torch.zeros(v.shape, dtype=torch.float64)
-    steps = (q[live].double(), k[live].double(), v[live].double(), want_kv, want_z, slots[live])
-    want[live] = decode(*steps, case.options, torch.zeros_like(want[live]))
-    want[outside] = torch.nan
-
-    out = Guarded(want, io, device)
-    out.clear()
-    out.rows[outside] = 0
-    pool_kv, pool_z = (Guarded(apart(x, case.step), torch.float32, device) for x in (kv, z))
-    before = [x.whole.clone() for x in (out, pool_kv, pool_z)]
-    tokens, pools = (q.to(device), k.to(device), v.to(device)), (pool_kv.rows[:: case.step], pool_z.rows[:: case.step])
-    picked = slots.to(device=device, dtype=case.index) if case.slots else None
+    new = case.generator()
+    tokens, HV = case.tokens_of(p, new), case.H * case.heads
+    pools = {"kv": new(case.rows, HV, p.K, p.V), "z": new(case.rows, case.H, p.K).abs() * 3}
     run = CudaDecode({"linear_attention.decode": launcher})
-    run(*tokens, *pools, picked, case.options, out.rows)
-
-    if not out.rows[outside].isnan().all():
-        raise VerificationError("o is not NaN where the slot is outside of the pool")
-    out.rows[outside] = 0
-    if (out.rows.cpu()[slots == -1] != 0).any():
-        raise VerificationError("o is not 0 where the slot is -1")
-    compare("o", out, before[0], want, p.dtype)
-    compare("kv", pool_kv, before[1], apart(want_kv, case.step), "float32")
-    compare("z", pool_z, before[2], apart(want_z, case.step), "float32")
+    check_step(
+        case, tokens, pools, p.dtype, device,
+        definition=lambda q, k, v, kv, z, slots, out: decode(q, k, v, kv, z, slots, case.options, out),
+        run=lambda q, k, v, kv, z, slots, out: run(q, k, v, kv, z, slots, case.options, out),
+    )  # fmt: skip
 
 
 # ---- what is timed
 
-TOKENS, HEADS, BATCH, DECODE_BATCH = 4096, 16, 4, 64
-TIMED_SEGMENT = 512  # tokens a span, of kernels that walk spans of sequences
 SHAPES = {  # rows, and columns of each value head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
@@ -464,20 +419,6 @@ SHAPES = {  # rows, and columns of each value head
     "kv": ("spans", "KV"),
     "z": ("spans", "K"),
 }
-
-
-class Workload(NamedTuple):
-    call: Callable[[], object]  # launches once
-    flops: float  # of products with the state; those inside a chunk depend on the schedule
-    bytes: int  # each tensor once: the floor
-
-
-class Work(NamedTuple):
-    """What a kernel cannot do without; it may read more."""
-
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    products: int  # of a token with the state, or of two vectors into it
 
 
 WORK = {
@@ -518,8 +459,7 @@ def workload(
     if stage == "decode":
         return _decode_workload(problem, launcher, device, batch or DECODE_BATCH, heads)
     B, p = batch or BATCH, problem
-    segment = min(TIMED_SEGMENT, tokens) if stage in IN_SPANS else tokens
-    walk = Walk(B, tokens, B * tokens, heads, heads, p.K, p.V, segment, cut=segment < tokens)
+    walk = timed_walk(p, B, tokens, heads, in_spans=stage in IN_SPANS)
     work = WORK[stage]
     moved = (*work.reads, *work.writes)
     tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
@@ -537,13 +477,9 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
 
 
 def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
-    rows = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans}
-    widths = {"K": (p.K,), "V": (p.V,), "KV": (p.K, p.V), "": ()}
-    kind, width = SHAPES[name]
-    x = torch.zeros(rows[kind], walk.HV, *widths[width], dtype=_dtype(name, p), device=device)
-    if kind == "spans":  # a scan over the results of the one before would leave the range of fp32
-        return x
-    return x.uniform_(1.0, 2.0) if name == "den" else x.normal_()
+    rows, columns = SHAPES[name]
+    x = timed(rows, columns, walk, _dtype(name, p), device)
+    return x.uniform_(1.0, 2.0) if name == "den" else x
 
 
 def _decode_workload(p: Problem, launcher: Launcher, device: Device, B: int, heads: int) -> Workload:

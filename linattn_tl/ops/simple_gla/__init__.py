@@ -16,10 +16,14 @@ from linattn_tl import apply, calls, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.simple_gla.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.simple_gla.cpu import PASS, STEP, CpuDecode, CpuRunner
+from linattn_tl.ops.simple_gla.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Choice, Compiled, Op
 from linattn_tl.repeats import Repeats
+from linattn_tl.spans import refuse_sizes, serving
 from tl_kernels.simple_gla import cpu as kernels
+from tl_kernels.simple_gla import cuda as cuda_kernels
+from tl_kernels.simple_gla import cuda_decode
 from tl_kernels.spec import Problem
 
 __all__ = [
@@ -489,9 +493,18 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return o, state if opt.output_final_state else None
 
 
-_TRIAL = f"{__name__}.trial"
-_PASSES = {"cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), _TRIAL)}
-_STEPS = {"cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL)}
+_CUDA_PASSES = tuple(k for k in cuda_kernels.KERNELS if k != cuda_decode.DECODE)
+_TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
+_PASSES = {
+    "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), _TRIAL),
+    "cuda": Compiled(
+        _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
+    ),
+}
+_STEPS = {
+    "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL),
+    "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), _TRIAL_CUDA, refuse_sizes),
+}
 OP = Op(
     name=NAME,
     call=simple_gla,
