@@ -65,6 +65,8 @@ class Op:
     impls: tuple[Impl, ...]  # preferred first; the torch one last
     compiled: Mapping[str, Compiled]  # by device type
     autograd: Any = None  # Autograd below, or None for an op without gradients
+    forms: Mapping[str, Callable[..., Problem]] = field(default_factory=dict)  # other public functions that call it:
+    # by name, how `bind` would take their arguments
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,11 @@ def stats() -> dict[str, int]:
 
 
 def last_backend(op: str) -> str | None:
-    """The backend that served the last call of op, or None before the first."""
-    get_op(op)
-    return repeats.last_backend.get(op)
+    """The backend that served the last call of op, or None before the first.
+
+    Forms of an op (retention, ssd) come down to calls of it, and have its last one.
+    """
+    return repeats.last_backend.get(named(op)[0].name)
 
 
 def note_backend(op: str, backend: str) -> None:
@@ -217,8 +221,8 @@ def explain_problem(op: Op, problem: Problem, backend: str = "auto") -> Explanat
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which backend would serve op(*args, **kwargs), and for every other one the reason why not. Runs nothing."""
-    found = get_op(op if isinstance(op, str) else op.__name__)
-    return explain_problem(found, found.bind(*args, **kwargs), kwargs.get("backend", "auto"))
+    found, bind = named(op if isinstance(op, str) else op.__name__)
+    return explain_problem(found, bind(*args, **kwargs), kwargs.get("backend", "auto"))
 
 
 @cache
@@ -239,3 +243,12 @@ def get_op(name: str) -> Op:
         return all_ops()[name]
     except KeyError:
         raise ValueError(f"op is {name!r}; expected one of {', '.join(all_ops())}") from None
+
+
+def named(name: str) -> tuple[Op, Callable[..., Problem]]:
+    """The op that a public function comes down to, and what binds the function's arguments."""
+    for op in all_ops().values():
+        if name == op.name or name in op.forms:
+            return op, op.forms.get(name, op.bind)
+    known = [x for op in all_ops().values() for x in (op.name, *op.forms)]
+    raise ValueError(f"op is {name!r}; expected one of {', '.join(known)}")

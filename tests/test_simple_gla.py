@@ -228,3 +228,29 @@ def test_what_is_refused(call: Wrong, error: type[Exception], said: str):
     with pytest.raises(error, match=said):
         call()
     S.requires_grad_(False)
+
+
+def test_what_serves_a_named_form():
+    """By its own arguments; its calls are calls of simple_gla."""
+    q, k, v = tokens()
+    state = torch.randn(B, H, K, V)
+    one = [x[:, 0] for x in (q, k, v)]
+    slope = torch.rand(v.shape[2])
+    calls = [
+        (retention, (q, k, v), {"scale": 0.1}),
+        (lightning_attention, (q, k, v, slope), {"initial_state": state, "output_final_state": True}),
+        (ssd, (v, torch.rand(v.shape[:3]), -slope, k, q), {"D": slope, "dt_softplus": True}),
+        (retention_decode, (*one, state.clone()), {}),
+        (lightning_attention_decode, (*one, slope, state.clone()), {"backend": "torch"}),
+        (ssd_decode, (one[2], torch.rand(v.shape[0], v.shape[2]), -slope, one[1], one[0], state.clone()), {"D": slope}),
+    ]
+    for call, args, kwargs in calls:
+        said = linattn_tl.explain(call, *args, **kwargs)
+        assert said == linattn_tl.explain(call.__name__, *args, **kwargs)
+        call(*args, **kwargs)
+        assert said.backend == linattn_tl.last_backend(call.__name__) == linattn_tl.last_backend(said.op)
+        assert said.op == ("simple_gla_decode" if call.__name__.endswith("_decode") else "simple_gla")
+    with pytest.raises(ValueError, match="retention: v has shape"):
+        linattn_tl.explain("retention", q, k, v[0])
+    with pytest.raises(ValueError, match=r"op is 'attention'; expected one of .*retention"):
+        linattn_tl.explain("attention", q)

@@ -6,8 +6,9 @@ g is the natural logarithm of a decay of each value head and token, at most 0. T
 are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -160,9 +161,8 @@ def retention(
 
     Source: Sun et al. 2023, arXiv 2307.08621, eq. 6-8.
     """
-    shapes.check_tensors("retention", q=q, k=k, v=v)
-    g = _of_each_head("retention", "v", v, retention_gates(v.shape[2] if v.ndim > 2 else 0, v.device), 4)
-    return _pass("retention", q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, backend)
+    tokens = _retention_tokens("retention", q, k, v)
+    return _pass("retention", *tokens, initial_state, cu_seqlens, scale, output_final_state, backend)
 
 
 def retention_decode(
@@ -180,9 +180,14 @@ def retention_decode(
 
     Source: Sun et al. 2023, arXiv 2307.08621, eq. 6.
     """
-    shapes.check_tensors("retention_decode", v=v)
-    g = _of_each_head("retention_decode", "v", v, retention_gates(v.shape[-2] if v.ndim > 2 else 0, v.device), 3)
-    return _step("retention_decode", q, k, v, g, state, slots, out, scale, backend)
+    tokens = _retention_tokens("retention_decode", q, k, v)
+    return _step("retention_decode", *tokens, state, slots, out, scale, backend)
+
+
+def _retention_tokens(op: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
+    """q, k, v and g of simple_gla."""
+    shapes.check_tensors(op, q=q, k=k, v=v)
+    return q, k, v, _of_each_head(op, "v", v, retention_gates(v.shape[-2] if v.ndim > 2 else 0, v.device))
 
 
 def lightning_attention(
@@ -207,9 +212,8 @@ def lightning_attention(
 
     Source: Qin et al. 2024, arXiv 2401.04658, eq. 4-5.
     """
-    shapes.check_tensors("lightning_attention", q=q, k=k, v=v, slope=slope)
-    g = _of_each_head("lightning_attention", "slope", v, -slope, 4)
-    return _pass("lightning_attention", q, k, v, g, initial_state, cu_seqlens, scale, output_final_state, backend)
+    tokens = _lightning_tokens("lightning_attention", q, k, v, slope)
+    return _pass("lightning_attention", *tokens, initial_state, cu_seqlens, scale, output_final_state, backend)
 
 
 def lightning_attention_decode(
@@ -228,13 +232,19 @@ def lightning_attention_decode(
 
     Others, returns and errors as in simple_gla_decode. Source: Qin et al. 2024, arXiv 2401.04658, eq. 4-5.
     """
-    op = "lightning_attention_decode"
-    shapes.check_tensors(op, v=v, slope=slope)
-    return _step(op, q, k, v, _of_each_head(op, "slope", v, -slope, 3), state, slots, out, scale, backend)
+    tokens = _lightning_tokens("lightning_attention_decode", q, k, v, slope)
+    return _step("lightning_attention_decode", *tokens, state, slots, out, scale, backend)
 
 
-def _of_each_head(op: str, name: str, v: torch.Tensor, g: torch.Tensor, axes: int) -> torch.Tensor:
-    """g [HV] for every token of v, without a copy. axes: v's; one more will do where it is 3."""
+def _lightning_tokens(op: str, q: Any, k: Any, v: Any, slope: Any) -> tuple[Any, Any, Any, Any]:
+    """q, k, v and g of simple_gla."""
+    shapes.check_tensors(op, q=q, k=k, v=v, slope=slope)
+    return q, k, v, _of_each_head(op, "slope", v, -slope)
+
+
+def _of_each_head(op: str, name: str, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """g [HV] for every token of v, without a copy."""
+    axes = 3 if op.endswith("_decode") else 4  # one more will do where it is 3
     if v.ndim != axes and (axes, v.ndim) != (3, 4):
         raise ValueError(f"{op}: v has shape {tuple(v.shape)}; expected {axes} axes [B{', T' * (axes - 3)}, HV, V]")
     shapes.bind_shapes(op, v=((v.shape[-2],), "HV"), **({} if name == "v" else {name: (g, "HV")}))
@@ -472,6 +482,20 @@ def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
         shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
 
 
+def _form(call: Callable[..., Any], tokens: Callable[..., Any], bind: Callable[..., Any]) -> Callable[..., Problem]:
+    """What binds the arguments of a named form: tokens (q, k, v and g last) are made of some, the rest is bind's."""
+    made = list(signature(tokens).parameters)[1:]
+
+    def problem(*args: Any, **kwargs: Any) -> Problem:
+        given = signature(call).bind(*args, **kwargs)
+        given.apply_defaults()
+        rest = {name: x for name, x in given.arguments.items() if name not in (*made, "backend")}
+        found = tokens(call.__name__, *(given.arguments[name] for name in made))
+        return _problem(bind(call.__name__, *found[-4:], **rest)[0], DECODE if bind is _bind_decode else NAME)
+
+    return problem
+
+
 def _library_step(q: Any, k: Any, v: Any, g: Any, state: Any, out: Any, slots: Any, scale: float, backend: str) -> None:
     opt = Options(scale, output_final_state=True)
     calls.step(DECODE_OP, (q, k, v, g), {"state": state}, slots, opt, out, backend)
@@ -511,6 +535,11 @@ OP = Op(
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind(NAME, *args, **kwargs)[0]),
     impls=with_cupy(loader.impls(_PASSES, TorchRunner), ArrayRunner),
     compiled=_PASSES,
+    forms={
+        "retention": _form(retention, _retention_tokens, _bind),
+        "lightning_attention": _form(lightning_attention, _lightning_tokens, _bind),
+        "ssd": _form(ssd, _ssd_tokens, _bind),
+    },
     autograd=Autograd(
         inputs=("q", "k", "v", "g", "initial_state"),
         required=frozenset({"q", "k", "v", "g"}),
@@ -530,6 +559,11 @@ DECODE_OP = Op(
     bind=lambda *args, backend="auto", **kwargs: _problem(_bind_decode(DECODE, *args, **kwargs)[0], DECODE),
     impls=with_cupy(loader.impls(_STEPS, lambda: decode), ArrayDecode),
     compiled=_STEPS,
+    forms={
+        "retention_decode": _form(retention_decode, _retention_tokens, _bind_decode),
+        "lightning_attention_decode": _form(lightning_attention_decode, _lightning_tokens, _bind_decode),
+        "ssd_decode": _form(ssd_decode, _ssd_tokens, _bind_decode),
+    },
 )
 OPS = (OP, DECODE_OP)
 apply.register(OP)
