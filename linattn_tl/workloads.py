@@ -36,11 +36,10 @@ def timed(rows: str, columns: str, walk: Walk, dtype: torch.dtype, device: torch
     """A tensor of a timed launch.
 
     Args:
-        rows: "tokens", "states" of sequences, "spans" or "chunks" of 64 tokens.
+        rows: "tokens", "states" of sequences, or "spans".
         columns: of each value head: "K", "V", "KV", or "" for a number.
     """
-    chunks = walk.sequences * -(-walk.length // 64)
-    count = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans, "chunks": chunks}[rows]
+    count = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans}[rows]
     widths = {"K": (walk.K,), "V": (walk.V,), "KV": (walk.K, walk.V), "": ()}
     x = torch.zeros(count, walk.HV, *widths[columns], dtype=dtype, device=device)
     # a scan over the results of the one before would leave the range of fp32

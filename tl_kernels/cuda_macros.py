@@ -194,7 +194,7 @@ def add_rows(z, tile):
 
 @T.macro
 def take_state(S, rows, columns, kv, given, slot, head, corner):
-    """S = rows and columns, from a corner on, of the state in a slot, or zeros where none is given.
+    """S = rows and columns, from a corner (its row and its column) on, of the state in a slot, or zeros if not given.
 
     given is a condition: a parameter of the kernel by itself would take the macro's name for it (TileLang 0.1.15).
     """
@@ -205,16 +205,14 @@ def take_state(S, rows, columns, kv, given, slot, head, corner):
 
 @T.macro
 def start_state(S, z, rows, columns, kv, zs, given, slot, heads, corner, K):
-    """S, z = rows and columns, from a corner on, of the state in a slot, or zeros where none is given.
+    """As take_state, with z of the rows beside S.
 
-    heads: of the value and of z; corner: its row and its column. given is a condition: a parameter of the kernel by
-    itself would take the macro's name for it (TileLang 0.1.15).
+    heads: of the value and of z.
     """
-    T.clear(S)
+    take_state(S, rows, columns, kv, given, slot, heads[0], corner)
     for d in T.Parallel(rows):
         z[d] = T.float32(0)
     if given:
-        T.copy(kv[slot, heads[0], corner[0] : corner[0] + rows, corner[1] : corner[1] + columns], S)
         for d in T.Parallel(rows):
             if corner[0] + d < K:
                 z[d] = zs[slot, heads[1], corner[0] + d]

@@ -344,7 +344,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
                     for i, j in T.Parallel(C, C):
                         P[i, j] = T.Select(j <= i, P[i, j] * gates.decay(j, i) * scale, T.float32(0))
                     if gated > 0:
-                        # d, from k through shared memory: the product's own rows lie with other threads
+                        # d, with k as the products see it
                         for i, d in T.Parallel(C, BK):
                             if ks.exact:
                                 k_f[i, d] = dk_f[i, d] * (ks.high[i, d] + ks.low[i, d])

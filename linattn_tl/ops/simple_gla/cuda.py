@@ -64,7 +64,8 @@ class Crossing(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         c, states = self
-        return {"rows": 0 if c is None else c.shape[0] * c.shape[1], "chunks": _count(states), "gated": c is not None}
+        rows = 0 if c is None else c.shape[0] * c.shape[1]
+        return {"rows": rows, "chunks": _count(states), "gated": int(c is not None)}
 
 
 NOTHING = Crossing()

@@ -421,9 +421,8 @@ def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) ->
 SHAPES = {  # rows, and columns of each value head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
-    **dict.fromkeys(("g", "crossing", "dg"), ("tokens", "")),
+    "g": ("tokens", ""),
     **dict.fromkeys(("kv0", "kv1", "dkv0", "dkv1"), ("states", "KV")),
-    "states": ("chunks", "KV"),
     "kv": ("spans", "KV"),
     "decay": ("spans", ""),
 }
@@ -461,18 +460,16 @@ def workload(
     p, work = problem, WORK[stage]
     walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=stage == "scan")
     moved = (*work.reads, *work.writes)
-    tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(stage, name, moved)}
+    tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5)))
     ordered = [tensors.get(name) for name in TENSORS[stage]]
     flops = 2.0 * work.products * p.K * p.V * walk.tokens * heads
     return Workload(lambda: launcher.launch(packed, ordered), flops, sum(tensors[name].nbytes for name in moved))
 
 
-def _is_timed(stage: str, name: str, moved: tuple[str, ...]) -> bool:
+def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
     """What moves, and all other tensors of tokens but those for the gradient of g: a kernel may read more."""
-    if name in ("cu_seqlens", "crossing", "dg"):
-        return False
-    return SHAPES[name][0] == "tokens" or name in moved
+    return name in SHAPES and (SHAPES[name][0] == "tokens" or name in moved)
 
 
 def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
