@@ -222,7 +222,7 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
 )
 def test_a_wrong_kernel_does_not(stage: str, fault: Fault):
     kernel, problem, launcher = built(stage)
-    said = rf"^{kernel.name} {problem.dtype} K={problem.K} V={problem.V}, \w*Case\(.*\): \w+ "
+    said = rf"^{kernel.name} {problem.dtype} K={problem.K} V={problem.V}, \w+\(.*\): \w+ "
     with pytest.raises(VerificationError, match=said):
         check(kernel, problem, Faulty(launcher, ORDER[stage], fault))
 
