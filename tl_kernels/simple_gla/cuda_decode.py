@@ -46,6 +46,7 @@ def decode(p: Problem, c: DecodeConfig):
             q_s = T.alloc_shared([K], f32)
             k_s = T.alloc_shared([K], f32)
             v_s = T.alloc_shared([BV], f32)
+            decay = T.alloc_local([1], f32)
 
             if row >= 0:
                 T.copy(kv[row, i_h, 0:K, i_v : i_v + BV], S)
@@ -55,8 +56,9 @@ def decode(p: Problem, c: DecodeConfig):
                         k_s[d] = T.cast(k[i_b, t, i_q, d], f32)
                     for j in T.Parallel(BV):
                         v_s[j] = T.cast(v[i_b, t, i_h, i_v + j], f32)
+                    decay[0] = T.exp(g[i_b, t, i_h])
                     for d, j in T.Parallel(K, BV):
-                        S[d, j] = T.exp(g[i_b, t, i_h]) * S[d, j] + k_s[d] * v_s[j]
+                        S[d, j] = decay[0] * S[d, j] + k_s[d] * v_s[j]
                         product[d, j] = q_s[d] * S[d, j]
                     T.reduce_sum(product, num, dim=0)
                     for j in T.Parallel(BV):
