@@ -2,8 +2,9 @@
 
 A share and not a time, so that another machine, or a slow minute of this one, changes both; and of processor time,
 so that a busy machine, which interrupts the longer of the two more often, does not favour the other. About 0.7 is
-usual. Where gcc no longer keeps the tile in registers, because a loop of macros.register_tile changed, it is
-0.2 to 0.45.
+usual with AVX-512; with AVX2 (an EPYC) 0.52 to 0.58 for linear attention and 0.38 to 0.44 with gates. Where gcc no
+longer keeps the tile in registers, because a loop of macros.register_tile changed, it is 0.2 to 0.45 with AVX-512, and
+0.07 with AVX2 (a tile of 4 x 16, which gcc 12 does not keep).
 """
 
 import time
@@ -11,11 +12,15 @@ import time
 import pytest
 import torch
 
+from autotune import target
 from autotune.measure import peak_gflops
 from linattn_tl import loader, registry, trials
 from tl_kernels.spec import Problem
 
-LEAST = {"linear_attention": 0.5, "simple_gla": 0.45}
+LEAST = {  # by fp32 lanes of a register
+    16: {"linear_attention": 0.5, "simple_gla": 0.45},
+    8: {"linear_attention": 0.4, "simple_gla": 0.3},
+}
 ROUNDS = 12  # as many as it takes; a quiet machine needs three
 
 
@@ -30,6 +35,9 @@ def test_the_forward_kernel_is_near_the_speed_of_a_matmul(
     compiled = registry.get_op(family).compiled["cpu"]
     kernel = next(k for k in compiled.kernels if k.name.endswith(".chunk_fwd"))
     binary = loader.load_launchers(compiled, problem)[1][kernel.name]
+    device = target.native()
+    assert device is not None  # kernels for it have been built
+    least = LEAST[device.lanes][family]
     call, flops = compiled.trial.workload(kernel, problem, binary)
     call()
     peak = ours = 0.0
@@ -39,9 +47,9 @@ def test_the_forward_kernel_is_near_the_speed_of_a_matmul(
             start = time.perf_counter_ns()
             call()
             ours = max(ours, flops / (time.perf_counter_ns() - start))
-        if done >= 3 and ours >= LEAST[family] * peak:
+        if done >= 3 and ours >= least * peak:
             break
     share = f"{ours:.1f} of {peak:.1f} GFLOP/s, {ours / peak:.2f}, after {done} rounds with {binary.config}"
     with capsys.disabled():
         print(f"\n{family} forward, fp32, K = V = 128, one thread: {share}")
-    assert ours >= LEAST[family] * peak, f"{share}: has the register tile left the registers?"
+    assert ours >= least * peak, f"{share}: has the register tile left the registers?"
