@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune import cuda_build, cuda_toolkit, target
+from autotune import cuda_build, target
 from autotune.build import BuildError
 from linattn_tl import trials
 from linattn_tl.cli._progress import Bars
@@ -66,10 +66,9 @@ def compile_one(job: Job) -> Compiled:
     problem, device = Problem(kernel.op, job.dtype, job.K, job.V, "cuda"), target.named(job.arch)
     try:
         lowered = cuda_build.lower(kernel, problem, kernel.find_config(problem, device, job.config), device)
-        cubin = cuda_toolkit.compile_cubin(lowered.kernel_source, job.arch)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "kernel.so")
-            said = cuda_build.link(lowered, cubin, out, kernel.name, kernel.whole)
+            said = cuda_build.build_lowered(lowered, out, kernel.name, kernel.whole)
             return Compiled(job, out.stat().st_size, int(str(said["registers"])), int(str(said["spill_bytes"])))
     except BuildError as error:
         return Compiled(job, error=str(error))

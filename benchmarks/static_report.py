@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from autotune import cuda_build, cuda_toolkit, target
+from autotune import cuda_build, target
 from autotune.emulator import Emulated
 from linattn_tl import settings, trials
 from linattn_tl.launchers import EmulatedLauncher
@@ -50,8 +50,7 @@ def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
     config = kernel.configs(problem, target.named(arch))[0]
     lowered = cuda_build.lower(kernel, problem, config, target.named(arch))
     with tempfile.TemporaryDirectory() as folder:
-        cubin = cuda_toolkit.compile_cubin(lowered.kernel_source, arch)
-        built = cuda_build.link(lowered, cubin, Path(folder, "kernel.so"), kernel.name, kernel.whole)
+        built = cuda_build.build_lowered(lowered, Path(folder, "kernel.so"), kernel.name, kernel.whole)
     emulated = Emulated(lowered, cache=settings.cache_dir() / "emulator")
     launcher = EmulatedLauncher(emulated, config, counted=True)
     trial = trials.find_kernel(kernel.name, "cuda")[0].trial

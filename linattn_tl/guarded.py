@@ -16,7 +16,7 @@ import torch
 
 from autotune.verify import VerificationError, check_close
 from linattn_tl.spans import Span, Walk
-from tl_kernels.spec import Problem
+from tl_kernels.spec import Kernel, Problem
 
 Tensors = dict[str, torch.Tensor]
 Device = torch.device | str
@@ -84,6 +84,19 @@ def watched(trial: Trial, dtype: Callable[[str], torch.dtype], device: Device, b
     direction = " of the reverse scan" if trial.reverse else ""
     for name, x in guarded.items():
         compare(name + direction, x, before[name], trial.wanted.get(name), budget)
+
+
+def try_cases(kernel: Kernel, p: Problem, cases: Sequence[Any], check: Callable[[Any], None]) -> None:
+    """check(case) for each; a VerificationError names the kernel and the case.
+
+    Whatever mode the caller is in: a first call may be made under no_grad, inference_mode or autocast.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        for case in cases:
+            try:
+                check(case)
+            except VerificationError as error:
+                raise VerificationError(f"{kernel.name} {p.dtype} K={p.K} V={p.V}, {case}: {error}") from None
 
 
 # ---- the truth in rows of its own

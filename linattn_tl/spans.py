@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.launcher import KEPT
-from autotune.launcher import keep as keep_packed
+from autotune.launcher import keep, remember
 from linattn_tl.launchers import Launcher
 from linattn_tl.registry import UnsupportedError
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
@@ -150,13 +149,6 @@ def check_grid(op: str, name: str, heads: int, programs: int) -> None:
         )
 
 
-def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value by its key, in a memory that is emptied when it is full."""
-    if len(known) >= KEPT:
-        known.clear()
-    known[key] = value
-
-
 def serving(kernels: Sequence[Kernel]) -> Callable[[Problem, Target], tuple[Kernel, ...]]:
     """Which kernels of a pass a problem needs on a device: all that have a config.
 
@@ -235,5 +227,5 @@ class SpanRunner:
             programs = max(walk.spans, walk.sequences) * blocks(binary.config, walk.K, walk.V)
             check_grid(self.op, name, walk.HV, programs)
             packed = binary.pack({**walk_numbers(walk), **self.option_numbers(opt), **numbers})
-            keep_packed(binary, key, packed)
+            keep(binary, key, packed)
         return packed

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from autotune.launcher import keep as keep_packed
+from autotune.launcher import keep
 from linattn_tl import shapes
 from linattn_tl.aligned import plain, pool, pool_strides, ready
 from linattn_tl.launchers import ALIGNMENT, Launcher
@@ -70,7 +70,7 @@ class PooledStep:
             if None in strides:
                 return None
             packed = self.decode.pack(self._numbers(tokens, pools, strides, slots, opt))
-            keep_packed(self.decode, key, packed)
+            keep(self.decode, key, packed)
         return packed
 
     def _copied(self, tokens: Tensors, pools: Tensors, slots: Any, opt: Any, out: Any) -> Any:

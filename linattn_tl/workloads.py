@@ -1,10 +1,11 @@
 """What trials of CUDA kernels time, whatever the family: sizes, tensors, floors."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from linattn_tl.launchers import Launcher
 from linattn_tl.spans import Walk
 from tl_kernels.spec import Problem
 
@@ -24,6 +25,23 @@ class Work(NamedTuple):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     products: int  # of a token with the state, or of two vectors into it
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        return (*self.reads, *self.writes)
+
+
+def of_launch(
+    launcher: Launcher,
+    packed: Any,
+    ordered: Sequence[torch.Tensor | None],
+    work: Work,
+    walk: Walk,
+    tensors: Mapping[str, torch.Tensor],
+) -> Workload:
+    """A launch over a walk. ordered: what the kernel takes; tensors: the same by name."""
+    flops = 2.0 * work.products * walk.K * walk.V * walk.tokens * walk.HV
+    return Workload(lambda: launcher.launch(packed, ordered), flops, sum(tensors[name].nbytes for name in work.moved))
 
 
 def timed_walk(p: Problem, batch: int, tokens: int, heads: int, in_spans: bool) -> Walk:

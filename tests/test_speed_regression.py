@@ -2,7 +2,7 @@
 
 A share and not a time, so that another machine, or a slow minute of this one, changes both; and of processor time,
 so that a busy machine, which interrupts the longer of the two more often, does not favour the other. About 0.7 is
-usual with AVX-512; with AVX2 (an EPYC) 0.52 to 0.58 for linear attention and 0.38 to 0.44 with gates. Where gcc no
+usual with AVX-512; with AVX2 (an EPYC) 0.44 to 0.58 for linear attention and 0.36 to 0.44 with gates. Where gcc no
 longer keeps the tile in registers, because a loop of macros.register_tile changed, it is 0.2 to 0.45 with AVX-512, and
 0.07 with AVX2 (a tile of 4 x 16, which gcc 12 does not keep).
 """

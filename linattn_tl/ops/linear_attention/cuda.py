@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune.launcher import remember
 from autotune.launcher.repeat import Call
 from linattn_tl.aligned import group_sums, indices, plain, ready
 from linattn_tl.ops.linear_attention.again import pass_arguments, step_arguments
 from linattn_tl.ops.linear_attention.definition import FEATURE_MAP_CODES, Options
-from linattn_tl.spans import Plan, SpanRunner, Walk, remember
+from linattn_tl.spans import Plan, SpanRunner, Walk
 from linattn_tl.steps import PooledStep
 
 FAMILY = "linear_attention"
@@ -130,7 +131,7 @@ class CudaRunner(SpanRunner):
         """
         q, k, v, kv, z = inputs
         if opt.causal:
-            return self._forward(q, k, v, None if lengths is None else indices(lengths), kv, z, opt, keep)
+            return self._forward(q, k, v, indices(lengths), kv, z, opt, keep)
         q, k, v = plain(q), plain(k), plain(v)
         cu = indices(lengths)
         o = torch.empty_like(v) if v.shape[1] == q.shape[1] else v.new_empty(*q.shape[:2], *v.shape[2:])

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune.verify import VerificationError
-from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, in_slots, one_thread, watched
+from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, in_slots, one_thread, try_cases, watched
 from linattn_tl.launchers import Launcher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.linear_attention.definition import Options, decode, recurrent
 from linattn_tl.spans import Span, Walk, spans_of, walk_numbers
-from linattn_tl.workloads import BATCH, DECODE_BATCH, HEADS, TOKENS, Work, Workload, timed, timed_walk
+from linattn_tl.workloads import BATCH, DECODE_BATCH, HEADS, TOKENS, Work, Workload, of_launch, timed, timed_walk
 from tl_kernels.spec import Kernel, Problem
 
 SEGMENT = 64  # tokens a span: the shortest one there is, one chunk of the kernels with the largest
@@ -325,23 +324,17 @@ TRIALS: Mapping[str, tuple[Callable[[Case, Solved], Trial], ...]] = {
 def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device = "cpu") -> None:
     """VerificationError unless one kernel of the family, as the launcher runs it, is right in every case.
 
-    Under the emulator a finding raises NotCleanError. Whatever mode the caller is in: a first call may be made under
-    no_grad, inference_mode or autocast.
+    Under the emulator a finding raises NotCleanError.
 
     Args:
         device: where the launcher's tensors lie; "cpu" for one that emulates.
     """
     stage = kernel.name.split(".")[1]
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for case in DECODE_CASES if stage == "decode" else cases_of(stage):
-            try:
-                if isinstance(case, Step):
-                    _check_decode(case, problem, launcher, device)
-                else:
-                    _check_case(stage, case, problem, launcher, device)
-            except VerificationError as error:
-                p = problem
-                raise VerificationError(f"{kernel.name} {p.dtype} K={p.K} V={p.V}, {case}: {error}") from None
+    if stage == "decode":
+        try_cases(kernel, problem, DECODE_CASES, lambda case: _check_decode(case, problem, launcher, device))
+        return
+    cases = cases_of(stage)
+    try_cases(kernel, problem, cases, lambda case: _check_case(stage, case, problem, launcher, device))
 
 
 def _check_case(stage: str, case: Case, p: Problem, launcher: Launcher, device: Device) -> None:
@@ -461,12 +454,10 @@ def workload(
     B, p = batch or BATCH, problem
     walk = timed_walk(p, B, tokens, heads, in_spans=stage in IN_SPANS)
     work = WORK[stage]
-    moved = (*work.reads, *work.writes)
+    moved = work.moved
     tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
     packed = launcher.pack(_numbers(tensors, walk, Options(scale=p.K**-0.5)))
-    ordered = [tensors.get(name) for name in TENSORS[stage]]
-    flops = 2.0 * work.products * p.K * p.V * walk.tokens * heads
-    return Workload(lambda: launcher.launch(packed, ordered), flops, sum(tensors[name].nbytes for name in moved))
+    return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS[stage]], work, walk, tensors)
 
 
 def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
