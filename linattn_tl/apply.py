@@ -3,7 +3,8 @@
 A runner computes
 
     forward(inputs, lengths, options, keep=True) -> (outputs, saved), None for an output that was not asked for, or for
-        what only backward needs when keep is False
+        what only backward needs when keep is False; a runner may keep more than its op's `saved`, or, where saved is
+        empty, something, and must do without it
     backward(inputs, outputs, saved, lengths, grads, needs, options) -> a gradient or None for each input
 
 One with differentiable = True is written in plain torch; any other goes through the autograd.Function here, whose
@@ -101,10 +102,10 @@ class _Apply(torch.autograd.Function):
 
 
 def _split(op: Op, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Inputs, outputs and what forward kept, out of one run of tensors."""
+    """Inputs, outputs and all that forward kept, out of one run of tensors."""
     a = len(op.autograd.inputs)
     b = a + len(op.autograd.outputs)
-    return tensors[:a], tensors[a:b], tensors[b : b + len(op.autograd.saved)]
+    return tensors[:a], tensors[a:b], tensors[b:]
 
 
 def _differentiable_backward(
@@ -154,11 +155,12 @@ def register(op: Op) -> None:
         op.autograd.check_values(inputs, lengths)
         choice = registry.choose(op, op.autograd.problem(inputs), backend)
         registry.note_backend(op.name, choice.backend)
-        outputs, kept = choice.runner.forward(inputs, lengths, op.autograd.options(*options))
+        opt, keep = op.autograd.options(*options), bool(op.autograd.saved)
+        outputs, kept = choice.runner.forward(inputs, lengths, opt, keep)
         return tuple(_or_empty(x, inputs[0]).contiguous() for x in (*outputs, *kept))
 
     def backward(*args: Any) -> tuple[Any, ...]:
-        inputs, outputs, saved = _split(op, args)
+        inputs, outputs, saved = _split(op, args[: n_in + n_results])
         grad_outputs, rest = args[n_in + n_results :][:n_out], args[n_in + n_results + n_out :]
         lengths, needs, options, backend = rest[0], rest[1], op.autograd.options(*rest[2:-1]), rest[-1]
         runner = registry.choose(op, op.autograd.problem(inputs), backend).runner

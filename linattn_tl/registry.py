@@ -76,7 +76,7 @@ class Autograd:
     inputs: tuple[str, ...]  # the differentiable tensors, in order
     required: frozenset[str]  # those that are never None
     outputs: tuple[str, ...]  # what forward returns
-    saved: tuple[str, ...]  # what it keeps for backward besides the inputs
+    saved: tuple[str, ...]  # what every runner keeps for backward besides the inputs; a library op hands on no more
     options: type  # a NamedTuple class of plain arguments
     problem: Callable[..., Problem]  # inputs -> Problem
     check_values: Callable[..., None]  # checks that read a tensor's values: not possible while tracing

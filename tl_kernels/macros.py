@@ -322,21 +322,26 @@ def transpose(dst, dst_ld, src, src_ld, rows, columns):
             transpose_tile(dst, j * 16 * dst_ld + i * 16, dst_ld, src, i * 16 * src_ld + j * 16, src_ld)
 
 
-DEEP = 128  # terms that a register adds up one after the other before their rounding shows
+DEEP = 32  # terms that a register adds up one after the other before their rounding shows
 
 
 def deep_register_tile(MR, NR, spare):
-    """As register_tile, for a depth whose rounding would show: the sum in two parts. spare is a tile of scratch."""
+    """As register_tile, for a depth whose rounding would show: the sum in parts. spare is a tile of scratch."""
     fma = register_tile(MR, NR)
 
     @T.macro
     def fma_in_parts(acc, depth, a, b):
         fma(acc, T.min(depth, DEEP), a, b)
-        if depth > DEEP:
+        for part in T.serial((depth - 1) // DEEP):
             for e in T.serial(MR * NR):
                 spare[e] = acc[e]
                 acc[e] = T.float32(0)
-            fma(acc, depth - DEEP, lambda i, k: a(i, k + DEEP), lambda k, j: b(k + DEEP, j))
+            fma(
+                acc,
+                T.min(depth - (part + 1) * DEEP, DEEP),
+                lambda i, k: a(i, k + (part + 1) * DEEP),
+                lambda k, j: b(k + (part + 1) * DEEP, j),
+            )
             for e in T.serial(MR * NR):
                 acc[e] += spare[e]
 
@@ -396,6 +401,43 @@ def product(dst, ld, t, rows, columns, depth, a, b):
 
 
 @T.macro
+def lower_product(dst, C, t, depth, a, b):
+    """product for dst [C, C] where only the elements on and below the diagonal count: tiles above it are zero."""
+    for ib, jb in T.grid(C // t.MR, C // t.NR):
+        clear_tile(t)
+        if (ib + 1) * t.MR > jb * t.NR:
+            t.fma(t.acc, depth, lambda i, d: a(ib * t.MR + i, d), lambda d, j: b(d, jb * t.NR + j))
+        for i, j in T.grid(t.MR, t.NR):
+            dst[(ib * t.MR + i) * C + jb * t.NR + j] = t.acc[i * t.NR + j]
+
+
+@T.macro
+def add_product(dst, at, ld, t, depth, a, b):
+    """One tile of dst, from element `at` on: plus the sum over d < depth of a(i, d) b(d, j)."""
+    for i, j in T.grid(t.MR, t.NR):
+        t.acc[i * t.NR + j] = dst[at + i * ld + j]
+    t.fma(t.acc, depth, a, b)
+    for i, j in T.grid(t.MR, t.NR):
+        dst[at + i * ld + j] = t.acc[i * t.NR + j]
+
+
+@T.macro
+def add_columns(dst, dot, t, factor, x, first, column, C, dots):
+    """Column j of the tile, a token, times factor[j], added to dst [D, C]; if dots > 0, dot[j] += its product with x.
+
+    The tile begins at row `first` and at `column` of dst and of x [D, C].
+    """
+    for i, j in T.grid(t.MR, t.NR):
+        t.acc[i * t.NR + j] *= factor[column + j]
+    for i, j in T.grid(t.MR, t.NR):
+        dst[(first + i) * C + column + j] += t.acc[i * t.NR + j]
+    if dots > 0:
+        for i in T.serial(t.MR):
+            for j in T.serial(t.NR):
+                dot[column + j] += T.cast(t.acc[i * t.NR + j] * x[(first + i) * C + column + j], "float64")
+
+
+@T.macro
 def update_panel(panels, at, t, rows, depth, decay, a, b):
     """A panel of a state, from element `at` on: decay times itself, plus the sum over d < depth of a(i, d) b(d, j)."""
     for ib in T.serial(rows):
@@ -412,14 +454,6 @@ def store_tile_rows(dst, t, first, column, store_row):
     for i in T.serial(t.MR):
         if first + i < dst.rows:
             store_tile(dst.buffer, t.acc, i, t.NR, dst.at(first + i, column), dst.width - column, store_row)
-
-
-@T.macro
-def add_dots(dot, t, x, ld, first, column):
-    """dot[first + i] += row i of the tile times its columns of x, in double."""
-    for i in T.serial(t.MR):
-        for j in T.serial(t.NR):
-            dot[first + i] += T.cast(t.acc[i * t.NR + j] * x[(first + i) * ld + column + j], "float64")
 
 
 @T.macro

@@ -64,8 +64,8 @@ class Arg:
     role "state":  [K, V] of each value head, read from an initial and left in a final buffer;
                    the kernel works on a padded copy in panels: [columns / block, rows, block].
     role "vector": [K] of each q/k head, handled as a state.
-    role "chunk":  [K, V] of each value head for each chunk, both sizes rounded up to 16, in the caller's memory: what
-                   one kernel leaves for another with chunks of the same size.
+    role "chunk":  [K, V] of each value head at every `every` tokens, both sizes rounded up to 16, in the caller's
+                   memory: what one kernel leaves for another. `keeps` tells the kernel whether its chunk begins at one.
     role "pool":   [K, V] or [K] in the caller's own memory, picked by slot and updated in place.
     heads "H" or "HV" says whose head stride counts.
     transposed: the working copy of a state is [V, K].
@@ -76,6 +76,7 @@ class Arg:
     heads: str = "H"
     dtype: str = "io"  # "io" is the problem's dtype
     transposed: bool = False
+    every: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ struct ArgSpec {
   bool value_heads;  // walked by value head (HV), not by q/k head (H)
   bool transposed;   // the working copy of a state is [V, K]
   int size;          // bytes an element
+  int64_t every;     // of a CHUNK: tokens from one to the next
 };
 
 enum Header { N, T, H, HEADS, K, V, SEGMENTS, SEGMENT_STATES, THREADS, HEADER };
@@ -48,9 +49,9 @@ enum Header { N, T, H, HEADS, K, V, SEGMENTS, SEGMENT_STATES, THREADS, HEADER };
 template <int ARGS>
 struct Step {
   char* data[ARGS];
-  int64_t row[ARGS];   // token stride
+  int64_t row[ARGS];   // token stride; of a CHUNK, from one to the next that is walked
   int64_t head[ARGS];  // head stride
-  int32_t rows, K, V, heads, live;
+  int32_t rows, K, V, heads, live, keeps;
   const int64_t* scalars;
 };
 
@@ -146,10 +147,11 @@ struct Launch {
   // Elements of a state that one kernel leaves for another.
   int64_t chunk_state() const { return ceil_div(call[K], 16) * 16 * ceil_div(call[V], 16) * 16; }
 
-  // Chunks of all sequences, numbered; packed ones leave at most one number a sequence out.
-  int64_t chunk_slot(int64_t n, int64_t token) const {
-    return cu ? cu[n] / Spec::CHUNK + n + (token - cu[n]) / Spec::CHUNK
-              : n * ceil_div(call[T], Spec::CHUNK) + token / Spec::CHUNK;
+  // Of the states kept every so many tokens the one at a token, or -1 where none is. Those of all sequences are
+  // numbered; packed ones leave at most one number a sequence out.
+  int64_t chunk_slot(int64_t n, int64_t token, int64_t every) const {
+    const int64_t begin = cu ? cu[n] : 0, before = cu ? begin / every + n : n * ceil_div(call[T], every);
+    return (token - begin) % every ? -1 : before + (token - begin) / every;
   }
 
   // Working states of one head: copied in before its first chunk, and out after its last.
@@ -193,6 +195,7 @@ struct Launch {
   void run_chunk(float* scratch, int64_t n, int64_t h, int64_t token, int64_t rows) const {
     const int64_t slot = slots ? slots[n] : n;
     Step<ARGS> step;
+    step.keeps = 0;
     for (int a = 0; a < ARGS; ++a) {
       char* data = (char*)address[a][0];
       const int64_t* s = stride[a];
@@ -207,10 +210,13 @@ struct Launch {
           step.data[a] = data + Spec::args[a].size * ((slot < 0 ? 0 : slot) * s[0] + head * s[1]);
           step.head[a] = s[1];
           break;
-        case CHUNK:
-          step.data[a] = data ? data + sizeof(float) * chunk_state() * (chunk_slot(n, token) * call[H] * call[HEADS] + head)
-                              : nullptr;
+        case CHUNK: {
+          step.row[a] = chunk_state() * call[H] * call[HEADS] * (Spec::REVERSE ? -1 : 1);
+          const int64_t kept = chunk_slot(n, token, Spec::args[a].every);
+          step.keeps = data && kept >= 0;
+          step.data[a] = step.keeps ? data + sizeof(float) * chunk_state() * (kept * call[H] * call[HEADS] + head) : nullptr;
           break;
+        }
         default:
           step.data[a] = (char*)(scratch + offset[a]);
       }

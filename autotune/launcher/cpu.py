@@ -16,7 +16,7 @@ HEADER = Path(__file__).with_name("cpu.h")
 ENTRY = "linattn_launch"
 FLOAT_SCALARS = frozenset({"scale", "eps"})
 _HEADER_WORDS = 9
-_STEP_FIELDS = frozenset({"rows", "K", "V", "heads", "live"})
+_STEP_FIELDS = frozenset({"rows", "K", "V", "heads", "live", "keeps"})
 
 
 def parse_signature(source: str, function: str) -> list[tuple[str, str]]:
@@ -51,7 +51,7 @@ def glue(kernel: Kernel, problem: Problem, config: Any, source: str) -> str:
     io_bytes = 4 if problem.dtype == "float32" else 2
     args = ", ".join(
         f"{{linattn::{a.role.upper()}, {str(a.heads == 'HV').lower()}, {str(a.transposed).lower()}, "
-        f"{io_bytes if a.dtype == 'io' else 4}}}"
+        f"{io_bytes if a.dtype == 'io' else 4}, {a.every}}}"
         for a in kernel.args
     )
     return f"""

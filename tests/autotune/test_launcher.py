@@ -298,9 +298,9 @@ def test_a_parameter_that_the_launcher_does_not_know_is_refused(parameter: str):
 def test_arguments_say_their_size_and_heads():
     glue = launcher.glue(kernels.FWD, PROBLEM._replace(dtype="bfloat16"), CONFIG, SOURCE)
     token, value, den = (
-        "{linattn::TOKEN, false, false, 2}",
-        "{linattn::TOKEN, true, false, 2}",
-        "TOKEN, false, false, 4}",
+        "{linattn::TOKEN, false, false, 2, 0}",
+        "{linattn::TOKEN, true, false, 2, 0}",
+        "TOKEN, false, false, 4, 0}",
     )
     assert f"args[ARGS] = {{{token}, {token}, {value}, {value}, {{linattn::{den}, " in glue
     reverse = dataclasses.replace(kernels.FWD, reverse=True)

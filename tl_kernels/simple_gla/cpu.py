@@ -20,11 +20,13 @@ g_t is the sum of all that crosses token t, and not a difference of sums over al
     dg_t = sum_{j < t <= i} (P * Q K^T)_ij + sum_{i >= t} c_i + sum_{j < t} d_j + f_C <S, R>
     c_i = f_i q_i S dO_i^T                     d_j = l_j v_j R^T k_j^T
 
-S is known walking forward and R walking backward: chunk_bwd_q writes c and leaves the S of each chunk for chunk_bwd_kv.
+S is known walking forward and R walking backward: chunk_fwd leaves S at every KEPT_EVERY tokens, 4 K V / KEPT_EVERY
+bytes a token and value head, and chunk_bwd, which walks backward, reads it. So every input is read once.
 
-Switches: `emit` (write outputs), `carry` (update the state), `gates` (the gradient of g is wanted). States are kept as
-for linear_attention, in panels [columns / NR, rows, NR] padded with zeros. Value heads of a q/k head are walked inside:
-they share Q K^T, but have gates of their own.
+Switches: `emit` (write outputs), `carry` (update the state), `gates` (the gradient of g is wanted), `keeps` (there is a
+place for the state before this chunk). The states that are walked are in panels [columns / NR, rows, NR] padded with
+zeros, as for linear_attention; kept ones are rows [K, V]. Value heads of a q/k head are walked inside: they share
+Q K^T, but have gates of their own.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ from dataclasses import dataclass
 from tl_kernels.spec import MAX_HEAD_DIM, Arg, Kernel, Problem, Target
 
 D_MAX = MAX_HEAD_DIM
-BACKWARD_CHUNK = 32  # tokens
+KEPT_EVERY = 64  # tokens from one state that chunk_fwd leaves for chunk_bwd to the next
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,19 @@ class DecodeConfig:
     NR: int  # columns of the state that pass through registers together
 
 
+def _tiles(target: Target) -> tuple[tuple[int, int], ...]:
+    """Register tiles (MR, NR). An AVX2 core has half the registers: 2 x 32 or 4 x 16 fills them."""
+    return ((4, 32), (8, 32), (4, 64)) if target.lanes == 16 else ((2, 32), (4, 32))
+
+
 def configs(p: Problem, target: Target) -> Sequence[Config]:
-    # an AVX2 core has half the registers: 2 x 32 or 4 x 16 fills them
-    tiles = ((4, 32), (8, 32), (4, 64)) if target.lanes == 16 else ((2, 32), (4, 32))
-    return [Config(C, MR, NR) for C in (32, 64) for MR, NR in tiles if C % NR == 0]
+    return [Config(C, MR, NR) for C in (32, 64) for MR, NR in _tiles(target) if C % NR == 0]
 
 
 def backward_configs(p: Problem, target: Target) -> Sequence[Config]:
-    """Chunks of one size: chunk_bwd_kv reads the states that chunk_bwd_q leaves."""
-    return [c for c in configs(p, target) if c.C == BACKWARD_CHUNK]
+    """One chunk a kept state. The largest tile of two vectors comes first: its products read what L1 cannot hold."""
+    tiles = sorted(_tiles(target), key=lambda tile: (tile[1], -tile[0]))
+    return [Config(KEPT_EVERY, MR, NR) for MR, NR in tiles]
 
 
 def decode_configs(p: Problem, target: Target) -> Sequence[DecodeConfig]:
@@ -82,6 +88,7 @@ def chunk_fwd(p: Problem, c: Config):
         v: T.Tensor([n], io),
         g: T.Tensor([n], "float32"),
         o: T.Tensor([n], io),
+        states: T.Tensor([n], "float32"),
         kv: T.Tensor([n], "float32"),
         q_row: T.int64,
         k_row: T.int64,
@@ -95,6 +102,7 @@ def chunk_fwd(p: Problem, c: Config):
         K: T.int32,
         V: T.int32,
         heads: T.int32,
+        keeps: T.int32,
         emit: T.int32,
         carry: T.int32,
         scale: T.float32,
@@ -149,6 +157,12 @@ def chunk_fwd(p: Problem, c: Config):
                             m.store_tile_rows(
                                 m.Rows(o, o_row, rows, V, h * o_head), tile, ib * MR, jb * NR, store_row
                             )
+                    if keeps > 0:
+                        for d in T.serial(Kp):
+                            for j in T.serial(T.min(NR, m.round_up(V, 16) - jb * NR)):
+                                states[(h * Kp + d) * m.round_up(V, 16) + jb * NR + j] = kv[
+                                    ((h * panels + jb) * Kp + d) * NR + j
+                                ]
                     if carry > 0:
                         m.multiply_rows(vl, vs, jb * C * NR, last, C, NR)
                         m.update_panel(
@@ -165,158 +179,29 @@ def chunk_fwd(p: Problem, c: Config):
     return chunk_fwd_kernel
 
 
-def chunk_bwd_q(p: Problem, config: Config):
-    """dQ and c of one chunk, walking forward with the state kept transposed, [V, K]; leaves the state before it."""
+def chunk_bwd(p: Problem, config: Config):
+    """dQ, dK, dV and dg of one chunk, walking backward; kv holds R, states the S that chunk_fwd has left.
+
+    All that is not V-sized is kept transposed, [D, C]: tokens are then the columns of every product but dV's, a decay
+    scales a column, and the dot products of dg are sums of rows.
+    """
     import tilelang.language as T
 
     from tl_kernels import macros as m
 
     C, MR, NR, io = config.C, config.MR, config.NR, m.storage(p.dtype)
     load_row, store_row = m.row_format(p.dtype)
-    fma, prefetch = m.register_tile(MR, NR), m.prefetcher(p.dtype)
-    n, f32 = T.dynamic("n"), "float32"
+    fma, prefetch, prefetch_state = m.register_tile(MR, NR), m.prefetcher(p.dtype), m.prefetcher("float32")
+    n, f32, f64 = T.dynamic("n"), "float32", "float64"
 
     @T.prim_func
-    def chunk_bwd_q_kernel(
+    def chunk_bwd_kernel(
         q: T.Tensor([n], io),
         k: T.Tensor([n], io),
         v: T.Tensor([n], io),
         g: T.Tensor([n], "float32"),
         dout: T.Tensor([n], io),
         dq: T.Tensor([n], io),
-        c: T.Tensor([n], "float32"),
-        states: T.Tensor([n], "float32"),
-        kv: T.Tensor([n], "float32"),
-        q_row: T.int64,
-        k_row: T.int64,
-        v_row: T.int64,
-        g_row: T.int64,
-        dout_row: T.int64,
-        dq_row: T.int64,
-        c_row: T.int64,
-        v_head: T.int64,
-        g_head: T.int64,
-        dout_head: T.int64,
-        c_head: T.int64,
-        rows: T.int32,
-        K: T.int32,
-        V: T.int32,
-        heads: T.int32,
-        gates: T.int32,
-        scale: T.float32,
-    ):
-        with T.Kernel(1) as _:
-            kp = T.alloc_local([D_MAX * C], "float32")  # k in panels
-            kl = T.alloc_local([C * NR], "float32")  # l * K, a panel of it
-            xq = T.alloc_local([C * D_MAX], "float32")  # q in rows
-            x = T.alloc_local([C * D_MAX], "float32")  # v, then dO
-            vT = T.alloc_local([D_MAX * C], "float32")
-            b = T.alloc_local([C * C], "float32")  # D, then P
-            u = T.alloc_local([C * C], "float32")  # dO V^T
-            dx = T.alloc_local([C * D_MAX], "float32")  # dQ in rows
-            dot = T.alloc_local([C], "float64")
-            step = T.alloc_local([C], "float32")
-            first = T.alloc_local([C], "float32")
-            last = T.alloc_local([C], "float32")
-            spare = T.alloc_local([MR * NR], "float32")
-            deep = m.deep_register_tile(MR, NR, spare)
-            tile = m.TileShape(MR, NR, T.alloc_local([MR * NR], "float32"), fma)
-            deep_tile = m.TileShape(MR, NR, tile.acc, deep)
-            Vp = m.round_up(V, 16)
-            panels = (K + (NR - 1)) // NR
-            Kp = panels * NR
-
-            m.load_panels(kp, NR, m.Rows(k, k_row, rows, K), C, load_row)
-            m.load_rows(xq, Kp, m.Rows(q, q_row, rows, K), C, load_row)
-            for e in T.serial(C * Kp):
-                dx[e] = T.float32(0)
-
-            for h in T.serial(heads):
-                m.decays(b, first, last, step, m.Rows(g, g_row, rows, 1, h * g_head), C)
-                m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
-                m.transpose(vT, C, x, Vp, C // 16, Vp // 16)
-                m.load_rows(x, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
-                m.product(u, C, deep_tile, C // MR, C // NR, Vp, lambda i, d: x[i * Vp + d], lambda d, j: vT[d * C + j])
-                for e in T.serial(C * C):
-                    b[e] *= u[e]
-                for i in T.serial(C):
-                    dot[i] = T.float64(0)
-                if gates > 0:
-                    for kb, vb in T.grid((K + 15) // 16, Vp // 16):
-                        m.transpose_tile(
-                            states,
-                            (h * m.round_up(K, 16) + kb * 16) * Vp + vb * 16,
-                            Vp,
-                            kv,
-                            ((h * panels + kb * 16 // NR) * Vp + vb * 16) * NR + kb * 16 % NR,
-                            NR,
-                        )
-                for jb in T.serial(panels):
-                    for ib in T.serial(C // MR):
-                        prefetch(m.Rows(q, q_row, rows, K), C + ib * MR, MR, jb * NR, NR)
-                        prefetch(m.Rows(k, k_row, rows, K), C + ib * MR, MR, jb * NR, NR)
-                        prefetch(m.Rows(v, v_row, rows, V, h * v_head), C + ib * MR, MR, jb * NR, NR)
-                        prefetch(m.Rows(dout, dout_row, rows, V, h * dout_head), C + ib * MR, MR, jb * NR, NR)
-                        m.clear_tile(tile)
-                        deep(
-                            tile.acc,
-                            Vp,
-                            lambda i, d: x[(ib * MR + i) * Vp + d],
-                            lambda d, j: kv[((h * panels + jb) * Vp + d) * NR + j],
-                        )
-                        m.scale_tile(tile, first, ib * MR)
-                        m.add_dots(dot, tile, xq, Kp, ib * MR, jb * NR)
-                        fma(
-                            tile.acc,
-                            (ib + 1) * MR,
-                            lambda i, t: b[(ib * MR + i) * C + t],
-                            lambda t, j: kp[(jb * C + t) * NR + j],
-                        )
-                        for i in T.serial(MR):
-                            for j in T.serial(NR):
-                                dx[(ib * MR + i) * Kp + jb * NR + j] += tile.acc[i * NR + j]
-                    m.multiply_rows(kl, kp, jb * C * NR, last, C, NR)
-                    m.update_panel(
-                        kv,
-                        (h * panels + jb) * Vp * NR,
-                        tile,
-                        Vp // MR,
-                        C,
-                        first[C - 1],
-                        lambda i, t: vT[i * C + t],
-                        lambda t, j: kl[t * NR + j],
-                    )
-                for i in T.serial(C):
-                    if i < rows:
-                        c[h * c_head + i * c_row] = T.cast(dot[i], f32) * scale
-
-            m.scale_rows(dx, C * Kp, scale)
-            for i in T.serial(C):
-                if i < rows:
-                    store_row(dq, i * dq_row, dx, i * Kp, m.named(K))
-
-    return chunk_bwd_q_kernel
-
-
-def chunk_bwd_kv(p: Problem, config: Config):
-    """dK, dV and dg of one chunk, walking backward; kv holds R, the gradient of the state."""
-    import tilelang.language as T
-
-    from tl_kernels import macros as m
-
-    C, MR, NR, io = config.C, config.MR, config.NR, m.storage(p.dtype)
-    load_row, store_row = m.row_format(p.dtype)
-    fma, prefetch = m.register_tile(MR, NR), m.prefetcher(p.dtype)
-    n, f32, f64 = T.dynamic("n"), "float32", "float64"
-
-    @T.prim_func
-    def chunk_bwd_kv_kernel(
-        q: T.Tensor([n], io),
-        k: T.Tensor([n], io),
-        v: T.Tensor([n], io),
-        g: T.Tensor([n], "float32"),
-        dout: T.Tensor([n], io),
-        c: T.Tensor([n], "float32"),
         dk: T.Tensor([n], io),
         dv: T.Tensor([n], io),
         dg: T.Tensor([n], "float32"),
@@ -327,16 +212,16 @@ def chunk_bwd_kv(p: Problem, config: Config):
         v_row: T.int64,
         g_row: T.int64,
         dout_row: T.int64,
-        c_row: T.int64,
+        dq_row: T.int64,
         dk_row: T.int64,
         dv_row: T.int64,
         dg_row: T.int64,
         v_head: T.int64,
         g_head: T.int64,
         dout_head: T.int64,
-        c_head: T.int64,
         dv_head: T.int64,
         dg_head: T.int64,
+        states_row: T.int64,
         rows: T.int32,
         K: T.int32,
         V: T.int32,
@@ -346,77 +231,88 @@ def chunk_bwd_kv(p: Problem, config: Config):
         scale: T.float32,
     ):
         with T.Kernel(1) as _:
-            x = T.alloc_local([C * D_MAX], "float32")  # k; at the end dK in rows
-            xq = T.alloc_local([C * D_MAX], "float32")  # scale q
-            xv = T.alloc_local([C * D_MAX], "float32")  # v
-            kT = T.alloc_local([D_MAX * C], "float32")
-            vT = T.alloc_local([D_MAX * C], "float32")
-            dn = T.alloc_local([C * D_MAX], "float32")  # dO in rows, for P
-            dp = T.alloc_local([C * D_MAX], "float32")  # dO in panels
-            df = T.alloc_local([C * NR], "float32")  # f * dO, a panel of it
-            a = T.alloc_local([C * C], "float32")
-            b = T.alloc_local([C * C], "float32")  # the sum of P over the value heads
-            w = T.alloc_local([C * C], "float32")  # D, then D * A
-            u = T.alloc_local([C * C], "float32")  # P, then P * A
-            below = T.alloc_local([C], "float64")  # of u, the sum of the rows from one on
-            grad = T.alloc_local([C], "float64")  # dg
-            total = T.alloc_local([1], "float64")
-            dkT = T.alloc_local([D_MAX * C], "float32")
-            dot = T.alloc_local([C], "float64")
-            step = T.alloc_local([C], "float32")
-            first = T.alloc_local([C], "float32")
-            last = T.alloc_local([C], "float32")
-            spare = T.alloc_local([MR * NR], "float32")
-            deep = m.deep_register_tile(MR, NR, spare)
-            tile = m.TileShape(MR, NR, T.alloc_local([MR * NR], "float32"), fma)
+            x = T.alloc_local([C * D_MAX], f32)  # rows on their way in or out; of a value head, dO
+            qT = T.alloc_local([D_MAX * C], f32)  # scale q
+            kT = T.alloc_local([D_MAX * C], f32)
+            vT = T.alloc_local([D_MAX * C], f32)
+            doT = T.alloc_local([D_MAX * C], f32)
+            dqT = T.alloc_local([D_MAX * C], f32)
+            dkT = T.alloc_local([D_MAX * C], f32)
+            df = T.alloc_local([C * NR], f32)  # f * dO, a panel of it
+            a = T.alloc_local([C * C], f32)
+            b = T.alloc_local([C * C], f32)  # the sum of P over the value heads
+            bT = T.alloc_local([C * C], f32)
+            w = T.alloc_local([C * C], f32)  # D, then D * A
+            u = T.alloc_local([C * C], f32)  # P, then P * A
+            below = T.alloc_local([C], f64)  # of u, the sum of the rows from one on
+            grad = T.alloc_local([C], f64)  # dg
+            c = T.alloc_local([C], f64)
+            d = T.alloc_local([C], f64)
+            total = T.alloc_local([1], f64)
+            lanes = T.alloc_local([NR], f32)
+            step = T.alloc_local([C], f32)
+            first = T.alloc_local([C], f32)
+            last = T.alloc_local([C], f32)
+            deep = m.deep_register_tile(MR, NR, T.alloc_local([MR * NR], f32))
+            tile = m.TileShape(MR, NR, T.alloc_local([MR * NR], f32), fma)
             deep_tile = m.TileShape(MR, NR, tile.acc, deep)
             Kp = m.round_up(K, 16)
+            Vs = m.round_up(V, 16)  # columns of a kept state
             Vp = m.round_up(V, NR)
             panels = (V + (NR - 1)) // NR
 
-            m.load_rows(xq, Kp, m.Rows(q, q_row, rows, K), C, load_row)
-            m.scale_rows(xq, C * Kp, scale)
+            m.load_rows(x, Kp, m.Rows(q, q_row, rows, K), C, load_row)
+            m.scale_rows(x, C * Kp, scale)
+            m.transpose(qT, C, x, Kp, C // 16, Kp // 16)
             if emit > 0:
                 m.load_rows(x, Kp, m.Rows(k, k_row, rows, K), C, load_row)
                 m.transpose(kT, C, x, Kp, C // 16, Kp // 16)
                 for e in T.serial(Kp * C):
+                    dqT[e] = T.float32(0)
                     dkT[e] = T.float32(0)
                 for e in T.serial(C * C):
                     b[e] = T.float32(0)
-                m.product(
-                    a, C, deep_tile, C // MR, C // NR, Kp, lambda i, d: xq[i * Kp + d], lambda d, j: kT[d * C + j]
-                )
+                m.lower_product(a, C, deep_tile, Kp, lambda i, e: qT[e * C + i], lambda e, j: kT[e * C + j])
 
             for h in T.serial(heads):
                 m.decays(w, first, last, step, m.Rows(g, g_row, rows, 1, h * g_head), C)
-                m.load_rows(dn, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
-                for jb in T.serial(panels):
-                    for t in T.serial(C):
-                        for j in T.serial(NR):
-                            dp[(jb * C + t) * NR + j] = dn[t * Vp + jb * NR + j]
                 if emit > 0:
-                    m.load_rows(xv, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
-                    m.transpose(vT, C, xv, Vp, C // 16, Vp // 16)
-                    m.product(
-                        u, C, deep_tile, C // MR, C // NR, Vp, lambda i, d: dn[i * Vp + d], lambda d, j: vT[d * C + j]
-                    )
+                    m.load_rows(x, Vp, m.Rows(v, v_row, rows, V, h * v_head), C, load_row)
+                    m.transpose(vT, C, x, Vp, C // 16, Vs // 16)
+                m.load_rows(x, Vp, m.Rows(dout, dout_row, rows, V, h * dout_head), C, load_row)
+                if emit > 0:
+                    m.transpose(doT, C, x, Vp, C // 16, Vs // 16)
+                    m.lower_product(u, C, deep_tile, Vs, lambda i, e: doT[e * C + i], lambda e, j: vT[e * C + j])
                     for e in T.serial(C * C):
                         u[e] *= w[e]
                         b[e] += u[e]
                         u[e] *= a[e]
                         w[e] *= a[e]
-                    for kb, jb in T.grid(Kp // MR, C // NR):
-                        m.clear_tile(tile)
-                        deep(
-                            tile.acc,
-                            Vp,
-                            lambda i, d: kv[((h * panels + d // NR) * Kp + kb * MR + i) * NR + d % NR],
-                            lambda d, j: vT[d * C + jb * NR + j],
-                        )
-                        for i, j in T.grid(MR, NR):
-                            dkT[(kb * MR + i) * C + jb * NR + j] += tile.acc[i * NR + j] * last[jb * NR + j]
                     for i in T.serial(C):
-                        dot[i] = T.float64(0)
+                        c[i] = T.float64(0)
+                        d[i] = T.float64(0)
+                    for jb in T.serial(C // NR):
+                        for kb in T.serial(Kp // MR):
+                            m.clear_tile(tile)
+                            deep(
+                                tile.acc,
+                                Vs,
+                                lambda i, e: states[(h * Kp + kb * MR + i) * Vs + e],
+                                lambda e, j: doT[e * C + jb * NR + j],
+                            )
+                            m.add_columns(dqT, c, tile, first, qT, kb * MR, jb * NR, C, m.named(gates))
+                        for kb in T.serial(Kp // MR):
+                            m.clear_tile(tile)
+                            deep(
+                                tile.acc,
+                                Vs,
+                                lambda i, e: kv[((h * panels + e // NR) * Kp + kb * MR + i) * NR + e % NR],
+                                lambda e, j: vT[e * C + jb * NR + j],
+                            )
+                            if jb == 0:
+                                kept = m.Rows(states, T.cast(Vs, "int64"), MR, Vs, states_row)
+                                prefetch_state(kept, h * Kp + kb * MR, MR, 0, Vs)
+                            m.add_columns(dkT, d, tile, last, kT, kb * MR, jb * NR, C, m.named(gates))
                     total[0] = T.float64(0)
                 for jb in T.serial(panels):
                     if emit > 0:
@@ -429,29 +325,34 @@ def chunk_bwd_kv(p: Problem, config: Config):
                             deep(
                                 tile.acc,
                                 Kp,
-                                lambda i, d: kT[d * C + ib * MR + i],
-                                lambda d, j: kv[((h * panels + jb) * Kp + d) * NR + j],
+                                lambda i, e: kT[e * C + ib * MR + i],
+                                lambda e, j: kv[((h * panels + jb) * Kp + e) * NR + j],
                             )
                             m.scale_tile(tile, last, ib * MR)
-                            m.add_dots(dot, tile, xv, Vp, ib * MR, jb * NR)
                             fma(
                                 tile.acc,
                                 C - ib * MR,
                                 lambda i, t: w[(ib * MR + t) * C + ib * MR + i],
-                                lambda t, j: dp[(jb * C + ib * MR + t) * NR + j],
+                                lambda t, j: x[(ib * MR + t) * Vp + jb * NR + j],
                             )
                             m.store_tile_rows(
                                 m.Rows(dv, dv_row, rows, V, h * dv_head), tile, ib * MR, jb * NR, store_row
                             )
                     if emit * gates > 0:
-                        for d in T.serial(Kp):
-                            for j in T.serial(T.min(NR, V - jb * NR)):
-                                total[0] += T.cast(
-                                    states[(h * Kp + d) * m.round_up(V, 16) + jb * NR + j]
-                                    * kv[((h * panels + jb) * Kp + d) * NR + j],
-                                    f64,
-                                )
-                    m.multiply_rows(df, dp, jb * C * NR, first, C, NR)
+                        for eb in T.serial(Kp // 16):  # not more terms in fp32 than these
+                            for j in T.serial(NR):
+                                lanes[j] = T.float32(0)
+                            for e in T.serial(16):
+                                for j in T.serial(T.min(NR, Vs - jb * NR)):
+                                    lanes[j] += (
+                                        states[(h * Kp + eb * 16 + e) * Vs + jb * NR + j]
+                                        * kv[((h * panels + jb) * Kp + eb * 16 + e) * NR + j]
+                                    )
+                            for j in T.serial(NR):
+                                total[0] += T.cast(lanes[j], f64)
+                    for t in T.serial(C):
+                        for j in T.serial(NR):
+                            df[t * NR + j] = x[t * Vp + jb * NR + j] * first[t]
                     m.update_panel(
                         kv,
                         (h * panels + jb) * Kp * NR,
@@ -459,7 +360,7 @@ def chunk_bwd_kv(p: Problem, config: Config):
                         Kp // MR,
                         C,
                         first[C - 1],
-                        lambda i, t: xq[t * Kp + i],
+                        lambda i, t: qT[i * C + t],
                         lambda t, j: df[t * NR + j],
                     )
                 if emit * gates > 0:
@@ -467,30 +368,44 @@ def chunk_bwd_kv(p: Problem, config: Config):
                     total[0] *= T.cast(first[C - 1], f64)  # all that crosses the whole chunk
                     for i in T.serial(C):
                         grad[i] += total[0]
-                        total[0] += dot[i]
+                        total[0] += d[i]
                     total[0] = T.float64(0)
                     for i in T.serial(rows):
-                        total[0] += T.cast(c[h * c_head + (rows - 1 - i) * c_row], f64)
+                        total[0] += c[rows - 1 - i]
                         dg[h * dg_head + (rows - 1 - i) * dg_row] = T.cast(grad[rows - 1 - i] + total[0], f32)
 
             if emit > 0:
+                m.transpose(bT, C, b, C, C // 16, C // 16)
                 for kb, jb in T.grid(Kp // MR, C // NR):
-                    for i, j in T.grid(MR, NR):
-                        tile.acc[i * NR + j] = dkT[(kb * MR + i) * C + jb * NR + j]
-                    fma(
-                        tile.acc,
+                    m.add_product(
+                        dqT,
+                        (kb * MR) * C + jb * NR,
                         C,
-                        lambda i, t: xq[t * Kp + kb * MR + i],
-                        lambda t, j: b[t * C + jb * NR + j],
+                        tile,
+                        (jb + 1) * NR,
+                        lambda i, t: kT[(kb * MR + i) * C + t],
+                        lambda t, j: bT[t * C + jb * NR + j],
                     )
-                    for i, j in T.grid(MR, NR):
-                        dkT[(kb * MR + i) * C + jb * NR + j] = tile.acc[i * NR + j]
+                    m.add_product(
+                        dkT,
+                        (kb * MR) * C + jb * NR,
+                        C,
+                        tile,
+                        C - jb * NR,
+                        lambda i, t: qT[(kb * MR + i) * C + jb * NR + t],
+                        lambda t, j: b[(jb * NR + t) * C + jb * NR + j],
+                    )
+                m.transpose(x, Kp, dqT, C, Kp // 16, C // 16)
+                m.scale_rows(x, C * Kp, scale)
+                for i in T.serial(C):
+                    if i < rows:
+                        store_row(dq, i * dq_row, x, i * Kp, m.named(K))
                 m.transpose(x, Kp, dkT, C, Kp // 16, C // 16)
                 for i in T.serial(C):
                     if i < rows:
                         store_row(dk, i * dk_row, x, i * Kp, m.named(K))
 
-    return chunk_bwd_kv_kernel
+    return chunk_bwd_kernel
 
 
 def decode(p: Problem, c: DecodeConfig):
@@ -585,40 +500,31 @@ def decode(p: Problem, c: DecodeConfig):
 
 
 _TOKENS = (Arg("q", "token"), Arg("k", "token"), Arg("v", "token", "HV"), Arg("g", "token", "HV", "float32"))
-_GRADS = (*_TOKENS, Arg("dout", "token", "HV"))
-
 FWD = Kernel(
     "simple_gla.chunk_fwd",
     chunk_fwd,
     configs,
-    (*_TOKENS, Arg("o", "token", "HV"), Arg("kv", "state", "HV", "float32")),
+    (
+        *_TOKENS,
+        Arg("o", "token", "HV"),
+        Arg("states", "chunk", "HV", "float32", every=KEPT_EVERY),
+        Arg("kv", "state", "HV", "float32"),
+    ),
     ("emit", "carry", "scale"),
     whole=True,
 )
-BWD_Q = Kernel(
-    "simple_gla.chunk_bwd_q",
-    chunk_bwd_q,
+BWD = Kernel(
+    "simple_gla.chunk_bwd",
+    chunk_bwd,
     backward_configs,
     (
-        *_GRADS,
+        *_TOKENS,
+        Arg("dout", "token", "HV"),
         Arg("dq", "token"),
-        Arg("c", "token", "HV", "float32"),
-        Arg("states", "chunk", "HV", "float32"),
-        Arg("kv", "state", "HV", "float32", transposed=True),
-    ),
-    ("gates", "scale"),
-)
-BWD_KV = Kernel(
-    "simple_gla.chunk_bwd_kv",
-    chunk_bwd_kv,
-    backward_configs,
-    (
-        *_GRADS,
-        Arg("c", "token", "HV", "float32"),
         Arg("dk", "token"),
         Arg("dv", "token", "HV"),
         Arg("dg", "token", "HV", "float32"),
-        Arg("states", "chunk", "HV", "float32"),
+        Arg("states", "chunk", "HV", "float32", every=KEPT_EVERY),
         Arg("kv", "state", "HV", "float32"),
     ),
     ("emit", "gates", "scale"),
@@ -632,4 +538,4 @@ DECODE = Kernel(
     ("scale",),
     whole=True,
 )
-KERNELS = (FWD, BWD_Q, BWD_KV, DECODE)
+KERNELS = (FWD, BWD, DECODE)

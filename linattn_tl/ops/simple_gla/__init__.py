@@ -81,6 +81,9 @@ def simple_gla(
 
     Under torch.autocast, q, k and v are cast to the autocast dtype; otherwise mixed dtypes are promoted.
 
+    Where a gradient is wanted, the CPU's kernels keep a state for every 64 tokens: K * V / 16 bytes a token and value
+    head, until backward has run.
+
     Source: Yang et al. 2023, arXiv 2312.06635, section 3 with one gate a head; Dao and Gu 2024, arXiv 2405.21060.
     """
     plain = scale, output_final_state, backend
@@ -520,7 +523,7 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
 _CUDA_PASSES = tuple(k for k in cuda_kernels.KERNELS if k != cuda_decode.DECODE)
 _TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
 _PASSES = {
-    "cpu": Compiled((kernels.FWD, kernels.BWD_Q, kernels.BWD_KV), lambda found, _: CpuRunner(found), _TRIAL),
+    "cpu": Compiled((kernels.FWD, kernels.BWD), lambda found, _: CpuRunner(found), _TRIAL),
     "cuda": Compiled(
         _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
     ),

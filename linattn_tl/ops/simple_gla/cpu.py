@@ -6,7 +6,7 @@ computed in parallel first, and each then starts from what those before it have 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,36 +42,20 @@ def _new_states(walk: Walk, count: int, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(count, walk.H * walk.heads, walk.K, walk.V, dtype=torch.float32, device=like.device)
 
 
-class Crossing(NamedTuple):
-    """What chunk_bwd_q leaves for the gradient of g: c [B, T, HV], and the state before each chunk."""
-
-    c: torch.Tensor | None = None
-    states: torch.Tensor | None = None
-
-
-NOTHING = Crossing()
-
-
-def new_crossing(walk: Walk, v: torch.Tensor) -> Crossing:
-    c = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
-    return Crossing(c, walks.chunk_states(walk, kernels.BACKWARD_CHUNK))
-
-
 class CpuRunner:
     """The binary and jit backends of simple_gla on the CPU."""
 
     differentiable = False
 
     def __init__(self, binaries: Mapping[str, CpuBinary]):
-        # all three, but for a trial of one of them
+        # both, but for a trial of one of them
         self.fwd: Any = binaries.get(kernels.FWD.name)
-        self.bwd_q: Any = binaries.get(kernels.BWD_Q.name)
-        self.bwd_kv: Any = binaries.get(kernels.BWD_KV.name)
+        self.bwd: Any = binaries.get(kernels.BWD.name)
 
     # ---- forward
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        """(o, final state or None); nothing is kept for backward."""
+        """(o, final state or None), and for backward the state before each chunk."""
         q, k, v, g, initial = inputs
         q, k, v, g = rows(q), rows(k), rows(v), rows(g)
         walk, start = walk_of(q, v, lengths), _contiguous(initial)
@@ -82,8 +66,9 @@ class CpuRunner:
         if cut.segments > 1:
             start, ends = self._segment_starts(k, v, g, cut, start, opt)
             final, left = (ends if opt.output_final_state else None), None
-        walks.launch(self.fwd, cut, (EMIT, CARRY, opt.scale), (q, k, v, g, o), [(start, left)])
-        return (o, final), ()
+        states = walks.chunk_states(walk, kernels.KEPT_EVERY) if keep else None
+        walks.launch(self.fwd, cut, (EMIT, CARRY, opt.scale), (q, k, v, g, o), [(start, left)], [states])
+        return (o, final), (states,) if keep else ()
 
     def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
         """How to make this call again, see linattn_tl/repeats.py. Where it is one launch: not cut in time."""
@@ -97,14 +82,14 @@ class CpuRunner:
             return None
         o, final = results
         fixed = walks.fixed_words(self.fwd, walk, (EMIT, CARRY, opt.scale), (*tokens, o))
-        tensors = [*(Argument(x, i) for i, x in enumerate(tokens)), Argument(initial, 5)]
-        tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 4), (final, 6)) if x is not None]
-        return launched(self.fwd, self.fwd.addresses(*[0] * 9) + fixed, tensors, "cpu", [threads_as_now()])
+        tensors = [*(Argument(x, i) for i, x in enumerate(tokens)), Argument(initial, 6)]
+        tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 4), (final, 7)) if x is not None]
+        return launched(self.fwd, self.fwd.addresses(*[0] * 10) + fixed, tensors, "cpu", [threads_as_now()])
 
     def _segment_starts(self, k: Any, v: Any, g: Any, cut: Walk, initial: Any, opt: Options) -> tuple[Any, Any]:
         """The state that each segment starts from, and the final ones."""
         parts = _new_states(cut, cut.N * cut.segments, k)
-        walks.launch(self.fwd, cut, (0, CARRY, opt.scale), (None, k, v, g, None), [(None, parts)])
+        walks.launch(self.fwd, cut, (0, CARRY, opt.scale), (None, k, v, g, None), [(None, parts)], [None])
         return _linked(parts, initial, segment_decays(g, cut), cut)
 
     # ---- backward
@@ -121,13 +106,8 @@ class CpuRunner:
     ) -> list[Any]:
         """One gradient an input that needs one."""
         tokens, walk, (initial, dfinal) = self.prepared(inputs, lengths, grads)
-        found: list[Any] = [None] * 5
-        crossing = NOTHING
-        if needs[0] or needs[3]:
-            crossing = new_crossing(walk, inputs[2]) if needs[3] else NOTHING
-            found[0] = self.grad_q(tokens, walk, initial, crossing, opt)
-        if any(needs[1:]):
-            found[1:] = self.grad_kv(tokens, walk, dfinal, crossing, opt)
+        states = saved[0] if saved else self.states(tokens, walk, initial, opt)
+        found = self.gradients(tokens, walk, states, dfinal, opt, gates=needs[3])
         return [x if need else None for x, need in zip(found, needs, strict=True)]
 
     def prepared(self, inputs: Sequence[Any], lengths: Any, grads: Sequence[Any]) -> tuple[Any, Walk, Any]:
@@ -139,36 +119,34 @@ class CpuRunner:
         states = _contiguous(initial), _contiguous(dfinal)
         return tuple(map(rows, (q, k, v, g, dout))), walk_of(q, v, lengths), states
 
-    def grad_q(self, tokens: Sequence[Any], walk: Walk, start: Any, crossing: Crossing, opt: Options) -> torch.Tensor:
-        """dq; fills crossing, where there is something to fill."""
-        q, k, v, g, _ = tokens
-        dq, c = outputs.empty_like(q), crossing.c
-        if c is None:
-            c = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
-        cut = cut_in_time(walk)
+    def states(self, tokens: Sequence[Any], walk: Walk, start: Any, opt: Options) -> torch.Tensor:
+        """The state before each chunk, where forward has not kept them."""
+        _, k, v, g, _ = tokens
+        cut, states = cut_in_time(walk), walks.chunk_states(walk, kernels.KEPT_EVERY)
         if cut.segments > 1:
             start, _ = self._segment_starts(k, v, g, cut, start, opt)
-        scalars = (int(crossing.states is not None), opt.scale)
-        walks.launch(self.bwd_q, cut, scalars, (*tokens, dq, c), [(start, None)], [crossing.states])
-        return dq
+        walks.launch(self.fwd, cut, (0, CARRY, opt.scale), (None, k, v, g, None), [(start, None)], [states])
+        return states
 
-    def grad_kv(self, tokens: Sequence[Any], walk: Walk, start: Any, crossing: Crossing, opt: Options) -> list[Any]:
-        """dk, dv, dg (None without crossing) and the gradient of the initial state, from that of the final state."""
-        _, k, v, g, _ = tokens
-        dk, dv = outputs.empty_like(k), outputs.empty_like(v)
-        dg = None if crossing.c is None else torch.empty_like(crossing.c)
-        cut, gates = cut_in_time(walk), int(dg is not None)
+    def gradients(
+        self, tokens: Sequence[Any], walk: Walk, states: torch.Tensor, start: Any, opt: Options, gates: bool
+    ) -> list[Any]:
+        """dq, dk, dv, dg (None without gates), d initial state, from the gradient of the final state."""
+        q, k, v, g, _ = tokens
+        dq, dk, dv = (outputs.empty_like(x) for x in (q, k, v))
+        dg = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if gates else None
+        cut = cut_in_time(walk)
         if cut.segments > 1:
             parts = _new_states(cut, cut.N * cut.segments, k)
             left_out = (None, None, None, None)
-            walks.launch(self.bwd_kv, cut, (0, 0, opt.scale), (*tokens, *left_out), [(None, parts)], [None])
+            walks.launch(self.bwd, cut, (0, 0, opt.scale), (*tokens, *left_out), [(None, parts)], [None])
             start, end = _linked(parts, start, segment_decays(g, cut), cut, reverse=True)
             left = None
         else:
             end = left = _new_states(walk, walk.N, k)
-        given = (*tokens, crossing.c, dk, dv, dg)
-        walks.launch(self.bwd_kv, cut, (EMIT, gates, opt.scale), given, [(start, left)], [crossing.states])
-        return [dk, dv, dg, end]
+        given = (*tokens, dq, dk, dv, dg)
+        walks.launch(self.bwd, cut, (EMIT, int(gates), opt.scale), given, [(start, left)], [states])
+        return [dq, dk, dv, dg, end]
 
 
 def segment_decays(g: torch.Tensor, cut: Walk) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from autotune.verify import VerificationError, check_close
 from linattn_tl import walks
-from linattn_tl.ops.simple_gla.cpu import NOTHING, CpuDecode, CpuRunner, Crossing, new_crossing
+from linattn_tl.ops.simple_gla.cpu import CpuDecode, CpuRunner
 from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.truths import Truth, truth
 from linattn_tl.walks import Walk
@@ -103,66 +103,54 @@ def _check_dims(kernel: Kernel, p: Problem, runner: Any) -> None:
             if kernel.name == kernels.FWD.name:
                 _check_forward(runner, inputs, lengths, case.options, exact)
             else:
-                _check_backward(kernel, runner, inputs, lengths, case.options, exact)
+                _check_backward(runner, inputs, lengths, case.options, exact)
         except VerificationError as error:
             raise VerificationError(f"{kernel.name} {p.dtype} K={p.K} V={p.V}, {case}: {error}") from None
     return None
 
 
 def _check_forward(runner: CpuRunner, inputs: list[Any], lengths: Any, opt: Options, exact: Truth) -> None:
-    outputs, _ = runner.forward(inputs, lengths, opt)
+    outputs, (states,) = runner.forward(inputs, lengths, opt)
     for name, x, want in zip(("o", "state"), outputs, exact.outputs, strict=True):
         if x is not None:
             check_close(name, x, want, dtype=_budget(name, inputs))
+    tokens, walk, (initial, _) = runner.prepared(inputs, lengths, exact.upstream)
+    want, used = kept_states(inputs, lengths, walk)
+    for name, x in (("kept states", states), ("states", runner.states(tokens, walk, initial, opt))):
+        check_close(name, x[used], want[used], dtype="float32")
 
 
-def _check_backward(
-    kernel: Kernel, runner: CpuRunner, inputs: list[Any], lengths: Any, opt: Options, exact: Truth
-) -> None:
-    """What one of the two kernels makes; what it needs of the other comes from the definition."""
-    tokens, walk, (initial, dfinal) = runner.prepared(inputs, lengths, exact.upstream)
-    given = crossing_of(inputs, lengths, exact.upstream[0], opt, walk)
-    if kernel.name == kernels.BWD_Q.name:
-        crossing = new_crossing(walk, inputs[2])
-        assert crossing.c is not None and crossing.states is not None
-        crossing.states.fill_(0)
-        found = {"dq": (runner.grad_q(tokens, walk, initial, crossing, opt), exact.grads[0])}
-        found |= {"c": (crossing.c, given.c), "states": (crossing.states, given.states)}
-    else:
-        rounded = Crossing(given.c.float(), given.states.float())
-        grads = runner.grad_kv(tokens, walk, dfinal, rounded, opt)
-        found = dict(zip(("dk", "dv", "dg", "dstate"), zip(grads, exact.grads[1:], strict=True), strict=True))
-        if inputs[4] is None:
-            del found["dstate"]
-    for name, (x, want) in found.items():
-        want = torch.zeros_like(x).double() if want is None else want
-        check_close(name, x, want, dtype="float32" if name == "states" else _budget("o", inputs))
+def _check_backward(runner: CpuRunner, inputs: list[Any], lengths: Any, opt: Options, exact: Truth) -> None:
+    """The gradients, from the states of the definition."""
+    tokens, walk, (_, dfinal) = runner.prepared(inputs, lengths, exact.upstream)
+    states = kept_states(inputs, lengths, walk)[0].float()
+    for gates in (True, False):
+        found = runner.gradients(tokens, walk, states, dfinal, opt, gates)
+        for name, x, want in zip(("dq", "dk", "dv", "dg", "dstate"), found, exact.grads, strict=True):
+            if x is None or (name == "dstate" and inputs[4] is None):
+                continue
+            want = torch.zeros_like(x).double() if want is None else want
+            check_close(name, x, want, dtype=_budget("o", inputs))
 
 
-def crossing_of(inputs: list[Any], lengths: Any, dout: Any, opt: Options, walk: Walk) -> Any:
-    """A Crossing by the definition, in float64."""
-    q, k, v, g = (x.double() for x in inputs[:4])
-    initial = inputs[4]
-    heads, C = walk.heads, kernels.BACKWARD_CHUNK
-    q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
-    states = walks.chunk_states(walk, C).double().zero_()
-    before = decay = torch.zeros(())
-    c = torch.zeros(v.shape[:3], dtype=torch.float64)
+def kept_states(inputs: list[Any], lengths: Any, walk: Walk) -> tuple[torch.Tensor, list[int]]:
+    """What forward keeps for backward, by the definition in float64, and which places of it are used."""
+    _, k, v, g = (x.double() for x in inputs[:4])
+    initial, every = inputs[4], kernels.KEPT_EVERY
+    k = k.repeat_interleave(walk.heads, 2)
+    states, used = walks.chunk_states(walk, every).double().zero_(), []
     bounds = [(n, 0, walk.T) for n in range(walk.N)]
     if lengths is not None:
         bounds = [(0, a, b) for a, b in pairwise(lengths.tolist())]
     for n, (row, begin, end) in enumerate(bounds):
         S = torch.zeros(*v.shape[2:3], walk.K, walk.V).double() if initial is None else initial[n].double()
-        slot = n * -(-walk.T // C) if lengths is None else begin // C + n
+        slot = n * -(-walk.T // every) if lengths is None else begin // every + n
         for t in range(begin, end):
-            if (t - begin) % C == 0:
-                before, decay = S.clone(), torch.zeros_like(g[row, t])
-                states[slot + (t - begin) // C, :, : walk.K, : walk.V] = before
-            decay = decay + g[row, t]
-            mine = q[row, t].unsqueeze(-2) @ before @ dout[row, t].double().unsqueeze(-1)
-            c[row, t] = opt.scale * decay.exp() * mine.flatten()
+            if (t - begin) % every == 0:
+                used.append(slot + (t - begin) // every)
+                states[used[-1], :, : walk.K, : walk.V] = S
             S = g[row, t].exp()[:, None, None] * S + k[row, t].unsqueeze(-1) * v[row, t].unsqueeze(-2)
-    return Crossing(c, states)
+    return states, used
 
 
 def _budget(name: str, inputs: list[Any]) -> str:
@@ -199,6 +187,6 @@ def workload(kernel: Kernel, p: Problem, launcher: Any) -> tuple[Callable[[], ob
     if kernel.name == kernels.FWD.name:
         return lambda: runner.forward(inputs, lengths, case.options), tokens * (4.0 * p.K * p.V)
     prepared, walk, start = runner.prepared(inputs, lengths, (torch.randn_like(inputs[2]), None))
-    if kernel.name == kernels.BWD_Q.name:
-        return lambda: runner.grad_q(prepared, walk, start[0], NOTHING, case.options), tokens * (4.0 * p.K * p.V)
-    return lambda: runner.grad_kv(prepared, walk, start[1], NOTHING, case.options), tokens * (6.0 * p.K * p.V)
+    states = walks.chunk_states(walk, kernels.KEPT_EVERY).zero_()
+    run = lambda: runner.gradients(prepared, walk, states, start[1], case.options, gates=True)  # noqa: E731
+    return run, tokens * (8.0 * p.K * p.V)
