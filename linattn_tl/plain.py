@@ -1,10 +1,13 @@
 """What runners in plain torch have in common, whatever the family."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
+
+Outputs = tuple[torch.Tensor, torch.Tensor]  # o and the state of one batch
 
 
 def full_precision(x: torch.Tensor) -> Any:
@@ -47,3 +50,40 @@ class PlainRunner:
 
 def _or_zeros(grad: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x) if grad is None else grad
+
+
+# ---- chunk forms
+
+
+def decays(g: torch.Tensor) -> torch.Tensor:
+    """exp(g_{j+1} + ... + g_i) [..., C, C] for j <= i, else 0, of g [..., C].
+
+    Each sum is made by itself. A difference of running sums would lose a small gate behind a large one, and
+    -inf - -inf is no number.
+    """
+    C = g.shape[-1]
+    below = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
+    sums = g.unsqueeze(-1).expand(*g.shape, C).masked_fill(~below, 0).cumsum(-2)
+    return sums.masked_fill(~(below | torch.eye(C, dtype=torch.bool, device=g.device)), -torch.inf).exp()
+
+
+def packed(form: Callable[..., Outputs], tokens: Sequence[Any], state: Any, lengths: Any, opt: Any) -> Outputs:
+    """form(*tokens, state, opt) over each packed sequence of its own, or over the batch.
+
+    tokens: [B, T, ...] each, q, k and v first, None for one that is missing. A missing initial state is zeros.
+    """
+    q, _, v = tokens[:3]
+    N = q.shape[0] if lengths is None else lengths.shape[0] - 1
+    if state is None:
+        acc = torch.promote_types(q.dtype, torch.float32)
+        state = torch.zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=acc, device=q.device)
+    if lengths is None:
+        return form(*tokens, state, opt)
+    parts = [
+        form(*(None if x is None else x[:, a:b] for x in tokens), state[i : i + 1], opt)
+        for i, (a, b) in enumerate(pairwise(lengths.tolist()))
+    ]
+    if not parts:
+        return v.new_zeros(v.shape), state
+    o, states = zip(*parts, strict=True)
+    return torch.cat(o, 1), torch.cat(states)

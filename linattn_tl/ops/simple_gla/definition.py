@@ -5,12 +5,11 @@ chunked, on any device and dtype, differentiable any number of times.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from linattn_tl.plain import PlainRunner, full_precision
+from linattn_tl.plain import Outputs, PlainRunner, decays, full_precision, packed
 
 CHUNK = 64
 
@@ -20,9 +19,6 @@ class Options(NamedTuple):
 
     scale: float = 1.0
     output_final_state: bool = False
-
-
-Outputs = tuple[torch.Tensor, torch.Tensor]  # o and the state of one batch
 
 
 def _widened(q: Any, k: Any, v: Any, g: Any, opt: Options) -> tuple[torch.Tensor, ...]:
@@ -46,18 +42,6 @@ def recurrent(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options) -> Outpu
     return out.to(out_dtype), state
 
 
-def _decays(g: torch.Tensor) -> torch.Tensor:
-    """exp(g_{j+1} + ... + g_i) [..., C, C] for j <= i, else 0, of g [..., C].
-
-    Each sum is made by itself. A difference of running sums would lose a small gate behind a large one, and
-    -inf - -inf is no number.
-    """
-    C = g.shape[-1]
-    below = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1)
-    sums = g.unsqueeze(-1).expand(*g.shape, C).masked_fill(~below, 0).cumsum(-2)
-    return sums.masked_fill(~(below | torch.eye(C, dtype=torch.bool, device=g.device)), -torch.inf).exp()
-
-
 def chunked(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options, chunk: int = CHUNK) -> Outputs:
     """The same in chunks: O = (D * Q K^T) V + f * Q S, S = f_C S + K^T (l * V); D, f and l are decays."""
     out_dtype = v.dtype
@@ -65,29 +49,10 @@ def chunked(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options, chunk: int
     parts = [v[:, :, :0]]
     for start in range(0, k.shape[2], chunk):
         qc, kc, vc, gc = (x[:, :, start : start + chunk] for x in (q, k, v, g))
-        inside, first = _decays(gc), gc.cumsum(-1).exp()
+        inside, first = decays(gc), gc.cumsum(-1).exp()
         parts.append((inside * (qc @ kc.mT)) @ vc + first.unsqueeze(-1) * (qc @ state))
         state = first[..., -1, None, None] * state + kc.mT @ (inside[..., -1, :].unsqueeze(-1) * vc)
     return torch.cat(parts, 2).transpose(1, 2).to(out_dtype), state
-
-
-def packed(form: Callable[..., Outputs], inputs: Sequence[Any], lengths: Any, opt: Options) -> Outputs:
-    """form over each packed sequence of its own, or over the batch. A missing initial state is zeros."""
-    q, k, v, g, state = inputs
-    N = q.shape[0] if lengths is None else lengths.shape[0] - 1
-    if state is None:
-        acc = torch.promote_types(q.dtype, torch.float32)
-        state = torch.zeros(N, v.shape[2], q.shape[3], v.shape[3], dtype=acc, device=q.device)
-    if lengths is None:
-        return form(q, k, v, g, state, opt)
-    parts = [
-        form(*(x[:, a:b] for x in (q, k, v, g)), state[i : i + 1], opt)
-        for i, (a, b) in enumerate(pairwise(lengths.tolist()))
-    ]
-    if not parts:
-        return v.new_zeros(v.shape), state
-    o, states = zip(*parts, strict=True)
-    return torch.cat(o, 1), torch.cat(states)
 
 
 class TorchRunner(PlainRunner):
@@ -98,7 +63,7 @@ class TorchRunner(PlainRunner):
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
         with full_precision(inputs[0]):
-            o, state = packed(self.form, inputs, lengths, opt)
+            o, state = packed(self.form, inputs[:4], inputs[4], lengths, opt)
         if state is inputs[4] and state is not None:  # without a token: it belongs to the caller
             state = state.clone()
         return (o, state if opt.output_final_state else None), ()
