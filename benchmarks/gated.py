@@ -6,27 +6,23 @@ forms that we know, eager and under torch.compile, timed in turns with ours in o
 contestant agrees with the float64 definition.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 import linattn_tl
-from autotune import measure, verify
-from benchmarks import cases, report, rivals
+from autotune import verify
+from benchmarks import rivals, rows
+from benchmarks.rows import Form
 from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, chunked
 
 B, T, H, D = 1, 4096, 8, 128
 STATE, HEAD = 128, 64  # of Mamba-2
 STEPS = 16  # sequences of a decode step
 CHUNKS = (64, 128)
-ROUNDS = 9
-Form = Callable[..., Any]
 
 
 # ---- rivals
@@ -80,16 +76,6 @@ def step_fused(q: Any, k: Any, v: Any, g: Any, state: Any, out: Any) -> torch.Te
 # ---- cases
 
 
-@dataclass(frozen=True)
-class Row:
-    """One case: how much longer each rival takes than ours."""
-
-    name: str
-    threads: int
-    ours_ms: float
-    ratios: dict[str, float]
-
-
 def sequence(backward: bool) -> dict[str, Form]:
     r = torch.Generator().manual_seed(0)
     inputs = [torch.randn(B, T, H, D, generator=r) for _ in "qkv"] + [-torch.rand(B, T, H, generator=r) * 0.2]
@@ -110,10 +96,10 @@ def sequence(backward: bool) -> dict[str, Form]:
 
     runs = {"ours": contestant(lambda *x: linattn_tl.simple_gla(*x)[0])}
     eager = {f"{f.__name__} C={c}": scaled(f, c) for f in (chunk_loop, chunk_minimal) for c in CHUNKS}
-    runs["eager"] = _fastest(eager)
+    runs["eager"] = rows.fastest(eager)
     compiled = {f"{f.__name__} C=128": scaled(rivals.compiled(f), 128) for f in (chunk_loop, chunk_minimal)}
-    runs["torch.compile"] = _fastest(compiled)
-    _check(runs, _exact(inputs, upstream if backward else None, scale), ("o", "dq", "dk", "dv", "dg"))
+    runs["torch.compile"] = rows.fastest(compiled)
+    rows.check(runs, _exact(inputs, upstream if backward else None, scale), ("o", "dq", "dk", "dv", "dg"))
     return runs
 
 
@@ -135,9 +121,9 @@ def mamba2() -> dict[str, Form]:
 
     runs: dict[str, Form] = {"ours": lambda: (linattn_tl.ssd(x, dt, A, b, c)[0],)}
     minimal = {f"{f.__name__} C={n}": partial(_one, eager, f, n) for f in (chunk_loop, chunk_minimal) for n in CHUNKS}
-    runs["eager"] = _fastest(minimal)
+    runs["eager"] = rows.fastest(minimal)
     inputs = (c.expand(B, T, H, STATE), b.expand(B, T, H, STATE), x * dt.unsqueeze(-1), dt * A)
-    _check(runs, _exact(inputs, None, 1.0), ("y",))
+    rows.check(runs, _exact(inputs, None, 1.0), ("y",))
     return runs
 
 
@@ -168,16 +154,6 @@ def decode() -> dict[str, Form]:
     return {name: contestant(step) for name, step in steps.items()}
 
 
-def _fastest(variants: dict[str, Form]) -> Form:
-    return cases.fastest({name: cases.Contestant(run, None) for name, run in variants.items()})[1].run
-
-
-def _check(runs: dict[str, Form], exact: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    for who, run in runs.items():
-        for name, got, want in zip(names, run(), exact, strict=False):
-            verify.check_close(f"{who}: {name}", got.detach(), want, dtype="float32")
-
-
 CASES: dict[str, Callable[[], dict[str, Form]]] = {
     "forward": partial(sequence, False),
     "forward + backward": partial(sequence, True),
@@ -186,42 +162,8 @@ CASES: dict[str, Callable[[], dict[str, Form]]] = {
 }
 
 
-def measured(name: str, threads: int) -> Row:
-    torch.set_num_threads(threads)
-    torch.compiler.reset()
-    with torch.set_grad_enabled("backward" in name):
-        times = measure.interleaved(CASES[name](), rounds=ROUNDS, min_round_s=5e-3)
-    ours = times["ours"].median_us
-    return Row(name, threads, ours / 1e3, {n: t.median_us / ours for n, t in times.items() if n != "ours"})
-
-
-def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'':24}{'threads':>8}{'ours':>12}{'eager':>10}{'compile':>10}   times as long as ours"]
-    for row in rows:
-        rest = "".join(
-            f"{row.ratios[n]:>9.2f}x" if n in row.ratios else f"{'':>10}" for n in ("eager", "torch.compile")
-        )
-        lines.append(f"{row.name:24}{row.threads:>8}{row.ours_ms:>9.2f} ms{rest}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.gated", description="Speed of the scalar-gated family.")
-    parser.add_argument("--threads", default="1,2", help="thread counts (default 1,2)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(argv)
-    counts = [int(n) for n in args.threads.split(",")]
-    rows = []
-    for name in CASES:
-        for threads in counts if not name.startswith("decode") else counts[:1]:
-            print(f"{name}, {threads} thread{'s' if threads > 1 else ''} ...", file=sys.stderr)
-            rows.append(measured(name, threads))
-    machine = report.this_machine(counts)
-    if args.json:
-        print(json.dumps({"machine": str(machine), "rows": [vars(row) for row in rows]}, indent=1))
-        return 0
-    print(table(rows))
-    return 0
+    return rows.main("gated", "Speed of the scalar-gated family.", CASES, argv)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:  # for editors; at run time the names of a family are found in its module's __all__
+    from linattn_tl.ops.delta_rule import delta_rule, delta_rule_decode, gated_delta_rule, gated_delta_rule_decode
     from linattn_tl.ops.linear_attention import LinearState, linear_attention, linear_attention_decode
     from linattn_tl.ops.simple_gla import (
         lightning_attention,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from linattn_tl.arrays import Arrays
+from linattn_tl.plain import each
 
 CHUNK = 64  # tokens
 STATE_BYTES = 256 << 20  # of chunk states held at once: a longer sequence goes span by span
@@ -34,6 +35,31 @@ def decays(xp: Any, g: Array) -> Decays:
     inside = xp.where(j <= i, xp.exp(sums), 0).astype(g.dtype)
     first = xp.exp(xp.cumsum(g, axis=-1))[..., None]
     return Decays(inside, first, inside[..., -1, :, None], first[..., -1:, :])
+
+
+def strictly_lower(xp: Any, x: Array) -> Array:
+    """x [..., C, C] below the diagonal, 0 elsewhere."""
+    i = xp.arange(x.shape[-1])
+    return xp.where(i[None] < i[:, None], x, 0).astype(x.dtype)
+
+
+def gate_gradient(xp: Any, inside: Array, c: Array, d: Array, across: Array) -> Array:
+    """The gradient of each gate g_t of a chunk: the sum of all that crosses token t.
+
+        sum_{j < t <= i} inside_ij + sum_{i >= t} c_i + sum_{j < t} d_j + across
+
+    Args:
+        inside: [..., C, C], what query i has of key j.
+        c: [..., C], what query i has of the state before the chunk.
+        d: [..., C], what key j leaves to what comes after the chunk.
+        across: [...], what comes after has of the state before.
+    """
+    i = xp.arange(c.shape[-1])
+    earlier = i[None] < i[:, None]
+    below = xp.flip(xp.cumsum(xp.flip(inside, -2), axis=-2), -2)
+    dg = xp.where(earlier, below, 0).sum(-1)
+    dg = dg + xp.flip(xp.cumsum(xp.flip(c, -1), axis=-1), -1)
+    return dg + xp.where(earlier, d[..., None, :], 0).sum(-1) + across[..., None]
 
 
 def swap(x: Array) -> Array:
@@ -74,15 +100,22 @@ class Layout(NamedTuple):
 
     def shared(self, x: torch.Tensor) -> Array:
         """[B, T, H, K] -> [B, HV, T, K]."""
-        return self.xp.repeat(self.tokens(x), self.heads, axis=1)
+        return self.repeated(self.tokens(x))
+
+    def repeated(self, a: Array) -> Array:
+        """[B, H, ...] -> [B, HV, ...]."""
+        return self.xp.repeat(a, self.heads, axis=1)
 
     def from_tokens(self, a: Array, like: torch.Tensor) -> torch.Tensor:
         return self.arrays.tensor(a.swapaxes(1, 2), like.dtype)
 
     def from_shared(self, a: Array, like: torch.Tensor) -> torch.Tensor:
+        return self.from_tokens(self.summed(a), like)
+
+    def summed(self, a: Array) -> Array:
         """The sum over the value heads of each q/k head."""
         N, HV = a.shape[:2]
-        return self.from_tokens(a.reshape(N, HV // self.heads, self.heads, *a.shape[2:]).sum(2), like)
+        return a.reshape(N, HV // self.heads, self.heads, *a.shape[2:]).sum(2)
 
     def state(self, x: torch.Tensor | None, N: int, v: Array, K: int) -> Array:
         if x is not None:
@@ -129,11 +162,13 @@ class ChunkRunner:
     def given(self, at: Layout, inputs: Sequence[Any], opt: Any) -> list[Array]:
         raise NotImplementedError
 
-    def forward_span(self, xp: Any, x: Sequence[Array], state: Array) -> tuple[Array, Array]:
+    @staticmethod
+    def forward_span(xp: Any, x: Sequence[Array], state: Array) -> tuple[Array, Array]:
         raise NotImplementedError
 
+    @staticmethod
     def backward_span(
-        self, xp: Any, x: Sequence[Array], dout: Array, state: Array, grad: Array
+        xp: Any, x: Sequence[Array], dout: Array, state: Array, grad: Array
     ) -> tuple[Sequence[Array], Array]:
         raise NotImplementedError
 
@@ -204,7 +239,7 @@ class ChunkDecode:
         """Tokens [B, H, K] or [B, n, H, K], then state [P, HV, K, V], which changes in place, slots, options, out."""
         *tokens, state, slots, opt, out = given
         if tokens[0].ndim == 3:
-            tokens = [None if x is None else x.unsqueeze(1) for x in tokens]
+            tokens = each(lambda x: x.unsqueeze(1), *tokens)
             self(*tokens, state, slots, opt, out.unsqueeze(1))
             return out
         if tokens[0].numel() == 0 and tokens[2].numel() == 0:
@@ -215,7 +250,7 @@ class ChunkDecode:
             return out.copy_(o)
         live = slots >= 0
         picked = slots[live].long()
-        tokens = [None if x is None else x[live] for x in tokens]
+        tokens = each(lambda x: x[live], *tokens)
         (o, new), _ = self.runner.forward((*tokens, state[picked]), None, opt)
         state[picked] = new
         out[live] = o

@@ -52,6 +52,11 @@ def _or_zeros(grad: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x) if grad is None else grad
 
 
+def each(f: Callable[[Any], Any], *tensors: Any) -> Any:
+    """f of every tensor, None for one that is missing."""
+    return tuple([None if x is None else f(x) for x in tensors])
+
+
 # ---- chunk forms
 
 
@@ -80,7 +85,7 @@ def packed(form: Callable[..., Outputs], tokens: Sequence[Any], state: Any, leng
     if lengths is None:
         return form(*tokens, state, opt)
     parts = [
-        form(*(None if x is None else x[:, a:b] for x in tokens), state[i : i + 1], opt)
+        form(*each(lambda x, a=a, b=b: x[:, a:b], *tokens), state[i : i + 1], opt)
         for i, (a, b) in enumerate(pairwise(lengths.tolist()))
     ]
     if not parts:

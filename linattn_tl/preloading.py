@@ -22,7 +22,7 @@ def preload(
     """Build or load what any call of an op can need: forward, backward, packed, stateful, and its decode op.
 
     Args:
-        op: the op's name, e.g. "linear_attention"; its `_decode` comes along.
+        op: the op's name, e.g. "linear_attention", or that of a form of it, e.g. "ssd"; its `_decode` comes along.
         K, V: head dims of key and value.
         H, HV: head counts, where binaries depend on them (CPU binaries do not).
         dtypes: of q, k and v.
@@ -36,7 +36,7 @@ def preload(
         ValueError: an unknown op or backend, or heads that do not divide.
         UnsupportedError: the named backend cannot serve it, or nothing compiled can with LINATTN_TL_STRICT=1.
     """
-    registry.get_op(op)
+    whole = registry.named(op)[0].name
     if H is not None and HV is not None and HV % H:
         raise ValueError(f"preload: HV is {HV}; expected a multiple of H = {H}")
     for name, size in (("K", K), ("V", V)):
@@ -44,7 +44,7 @@ def preload(
             raise ValueError(f"preload: {name} is {size}; expected at least 1")
     where = torch.device(device or "cpu").type, devices.index_of(device)
     served: dict[str, str] = {}
-    for name in (op, f"{op}_decode"):
+    for name in (whole, f"{whole}_decode"):
         found = registry.all_ops().get(name)
         if found is None:
             continue

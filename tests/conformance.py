@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autotune import target
-from autotune.verify import check_close
+from autotune.verify import check_close, relative_rms
 from linattn_tl import registry, tuning
 from tl_kernels.spec import Problem
 
@@ -72,6 +72,8 @@ class Subject:
     states: tuple[str, ...] = ()  # names of the state: inputs before, outputs after
     differentiable: bool = True
     step: Callable[[Tensors, Tensors, Case, str], torch.Tensor] | None = None  # decode of one token, in place
+    chunked: Callable[[Tensors, Case], Tensors] | None = None  # as truth by the plain chunk form, where that is less
+    # exact than the recurrence whoever computes it
 
 
 @cache
@@ -190,7 +192,7 @@ def restate(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 def relayout(tensors: Tensors, names: tuple[str, ...], layout: str) -> Tensors:
     """The named tensors in another memory layout; "expanded" also changes values."""
-    picked = {n: tensors[n] for n in names}
+    picked = {n: tensors[n] for n in names if n in tensors}
     if layout == "fused":  # chunks of one projection, as a model makes them
         flat = torch.cat([x.flatten(2) for x in picked.values()], -1)
         chunks = flat.split([x.flatten(2).shape[-1] for x in picked.values()], -1)
@@ -248,15 +250,15 @@ class Result:
     grads: dict[str, torch.Tensor | None]
 
 
-def defined(subject: Subject, case: Case, dtype: torch.dtype | None = None) -> Result:
-    """By the definition, in the case's dtype or as given."""
+def defined(subject: Subject, case: Case, dtype: torch.dtype | None = None, form: Any = None) -> Result:
+    """By the definition, or another plain form, in the case's dtype or as given."""
     tensors = tensors_of(subject, case)
     if dtype is not None:
         tensors = {n: x.detach().to(dtype).requires_grad_(subject.differentiable) for n, x in tensors.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # thousands of tiny steps, which only wait for each other on two
     try:
-        outputs = subject.truth(tensors, case)
+        outputs = (form or subject.truth)(tensors, case)
         grads = differentiate(subject, case, outputs, tensors) if subject.differentiable else {}
     finally:
         torch.set_num_threads(threads)
@@ -268,7 +270,22 @@ def expected(op: str, case: Case) -> tuple[Result, Result | None]:
     """The truth, and the plain formula in the case's own dtype, whose error is the measure of ours (None: float64)."""
     subject = subjects()[op]
     exact = defined(subject, case, torch.float64)
-    return exact, defined(subject, case) if case.dtype != "float64" else None
+    if case.dtype == "float64":
+        return exact, None
+    plain = defined(subject, case)
+    if subject.chunked is not None:
+        plain = _worse(exact, plain, defined(subject, case, form=subject.chunked))
+    return exact, plain
+
+
+def _worse(exact: Result, *found: Result) -> Result:
+    """Of each tensor that which is further from the truth."""
+
+    def worst(want: Any, candidates: list[Any]) -> Any:
+        return max(candidates, key=lambda x: -1.0 if x is None or want is None else relative_rms(x, want))
+
+    outputs = {n: worst(x, [r.outputs[n] for r in found]) for n, x in exact.outputs.items()}
+    return Result(outputs, {n: worst(x, [r.grads[n] for r in found]) for n, x in exact.grads.items()})
 
 
 def check(subject: Subject, case: Case, backend: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotune.verify import check_close
-from benchmarks import cases, costs, gated, report, rivals, run
+from benchmarks import cases, costs, delta, gated, report, rivals, rows, run
 from benchmarks.cases import Case
 from linattn_tl.cli import main as command
 from linattn_tl.ops.linear_attention.definition import Options, TorchRunner, recurrent
@@ -205,6 +205,14 @@ def test_every_contestant_of_a_gated_case_is_right(name, monkeypatch, capsys):
     monkeypatch.setattr(rivals, "compiled", lambda form: form)
     with torch.set_grad_enabled("backward" in name):
         assert {"ours", "eager"} <= gated.CASES[name]().keys()
-    row = gated.measured(name, 1)
+    row = rows.measured(name, gated.CASES[name], 1)
     assert row.ours_ms > 0 and row.ratios["eager"] > 0
-    assert f"{row.ratios['eager']:.2f}x" in gated.table([row])
+    assert f"{row.ratios['eager']:.2f}x" in rows.table([row])
+
+
+@pytest.mark.parametrize("name", delta.CASES)
+def test_every_contestant_of_a_delta_case_is_right(name, monkeypatch):
+    for size, value in {"T": 256, "H": 2, "STEPS": 2, "HEADS": 2, "D_STEP": 16}.items():
+        monkeypatch.setattr(delta, size, value)
+    with torch.set_grad_enabled("backward" in name):
+        assert list(delta.CASES[name]()) == ["ours", "transformers"]

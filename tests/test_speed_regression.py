@@ -18,8 +18,8 @@ from linattn_tl import loader, registry, trials
 from tl_kernels.spec import Problem
 
 LEAST = {  # by fp32 lanes of a register
-    16: {"linear_attention": 0.5, "simple_gla": 0.45},
-    8: {"linear_attention": 0.4, "simple_gla": 0.3},
+    16: {"linear_attention": 0.5, "simple_gla": 0.45, "delta_rule": 0.4},
+    8: {"linear_attention": 0.4, "simple_gla": 0.3, "delta_rule": 0.25},
 }
 ROUNDS = 12  # as many as it takes; a quiet machine needs three
 

@@ -208,6 +208,61 @@ def scale_rows(x, count, scale):
         x[e] *= scale
 
 
+NORM_EPS = 1e-6
+
+
+@T.macro
+def normalize_rows(x, ld, inverse, C):
+    """In place x[c] -> x[c] inverse[c], inverse[c] = (the sum of the squares of row c + NORM_EPS) ** -0.5."""
+    for c in T.serial(C):
+        inverse[c] = T.float32(0)
+        for d in T.serial(ld):
+            inverse[c] += x[c * ld + d] * x[c * ld + d]
+        inverse[c] = T.float32(1) / T.sqrt(inverse[c] + T.float32(NORM_EPS))
+        for d in T.serial(ld):
+            x[c * ld + d] *= inverse[c]
+
+
+@T.macro
+def norm_slopes(grad, x, inverse, dot, C, D):
+    """The gradient through normalize_rows, in place: grad and x, the rows it gave, are [D, C]. dot is scratch."""
+    for j in T.serial(C):
+        dot[j] = T.float32(0)
+    for d in T.serial(D):
+        for j in T.serial(C):
+            dot[j] += x[d * C + j] * grad[d * C + j]
+    for d in T.serial(D):
+        for j in T.serial(C):
+            grad[d * C + j] = inverse[j] * (grad[d * C + j] - x[d * C + j] * dot[j])
+
+
+@T.macro
+def load_fp32_rows(dst, ld, src, C):
+    """As load_rows, from a tensor of float32 whatever the kernel's dtype."""
+    for c in T.serial(C):
+        if c < src.rows:
+            for d in T.serial(src.width):
+                dst[c * ld + d] = src.buffer[src.at(c, d)]
+            for d in T.serial(ld - src.width):
+                dst[c * ld + src.width + d] = T.float32(0)
+        else:
+            for d in T.serial(ld):
+                dst[c * ld + d] = T.float32(0)
+
+
+@T.macro
+def add_inner(total, lanes, x, x_at, x_ld, width, y, y_at, y_ld, rows):
+    """total[0] += the sum of the products of two matrices [rows, width], in double but for 16 rows; lanes: scratch."""
+    for block in T.serial(rows // 16):
+        for j in T.serial(y_ld):
+            lanes[j] = T.float32(0)
+        for r in T.serial(16):
+            for j in T.serial(width):
+                lanes[j] += x[x_at + (block * 16 + r) * x_ld + j] * y[y_at + (block * 16 + r) * y_ld + j]
+        for j in T.serial(y_ld):
+            total[0] += T.cast(lanes[j], "float64")
+
+
 @T.macro
 def store_slopes(dst, grad, ld, x, slope, load_row, store_row, feature_map, scale):
     """dst[c, d] = scale phi'(x[c, d]) grad[c * ld + d]: the chain rule through the feature map. slope is scratch."""
@@ -282,6 +337,67 @@ def decays(inside, first, last, step, g, C):
             T.address_of(step[0]), C,
         )
     )
+
+
+@T.macro
+def decays_if(inside, first, last, step, g, C, gated):
+    """As decays; without gates all decays are 1."""
+    if gated > 0:
+        decays(inside, first, last, step, g, C)
+    else:
+        for i in T.serial(C):
+            first[i] = T.float32(1)
+            last[i] = T.float32(1)
+            for j in T.serial(C):
+                inside[i * C + j] = T.if_then_else(j <= i, T.float32(1), T.float32(0))
+
+
+@T.macro
+def substitute(dst, t, n, C, first):
+    """Rows first ... first + MR of (I - n) dst = right, from the tile, which has all that earlier rows add to it.
+
+    dst is a panel [C, NR], n [C, C], of which what is below the diagonal counts.
+    """
+    for e in T.serial(t.MR * t.NR):
+        dst[first * t.NR + e] = t.acc[e]
+    for i in T.serial(t.MR):
+        for s in T.serial(i):
+            for j in T.serial(t.NR):
+                dst[(first + i) * t.NR + j] += n[(first + i) * C + first + s] * dst[(first + s) * t.NR + j]
+
+
+@T.macro
+def substitute_back(dst, t, n, C, first):
+    """As substitute, from the last row on and with n transposed: rows of (I - n^T) dst = right."""
+    for e in T.serial(t.MR * t.NR):
+        dst[first * t.NR + e] = t.acc[e]
+    for r in T.serial(t.MR):
+        for s in T.serial(r):
+            for j in T.serial(t.NR):
+                dst[(first + t.MR - 1 - r) * t.NR + j] += (
+                    n[(first + t.MR - 1 - s) * C + first + t.MR - 1 - r] * dst[(first + t.MR - 1 - s) * t.NR + j]
+                )
+
+
+@T.macro
+def delta_step(kv, at, ld, K, NR, kS, qS, k, q, v, o, row, column, decay, beta, qk):
+    """One token on NR columns of a state, which begin at element `at`; its rows are ld apart.
+
+    k, q, v and o have the token at `row`, v and o their columns from `column` on. kS and qS are scratch.
+    """
+    for j in T.serial(NR):
+        kS[j] = T.float32(0)
+        qS[j] = T.float32(0)
+    for d in T.serial(K):
+        for j in T.serial(NR):
+            kS[j] += k[row + d] * kv[at + d * ld + j]
+            qS[j] += q[row + d] * kv[at + d * ld + j]
+    for j in T.serial(NR):
+        kS[j] = (v[row + column + j] - decay * kS[j]) * beta
+        o[row + column + j] = decay * qS[j] + qk * kS[j]
+    for d in T.serial(K):
+        for j in T.serial(NR):
+            kv[at + d * ld + j] = decay * kv[at + d * ld + j] + k[row + d] * kS[j]
 
 
 @T.macro

@@ -339,17 +339,10 @@ def chunk_bwd(p: Problem, config: Config):
                                 m.Rows(dv, dv_row, rows, V, h * dv_head), tile, ib * MR, jb * NR, store_row
                             )
                     if emit * gates > 0:
-                        for eb in T.serial(Kp // 16):  # not more terms in fp32 than these
-                            for j in T.serial(NR):
-                                lanes[j] = T.float32(0)
-                            for e in T.serial(16):
-                                for j in T.serial(T.min(NR, Vs - jb * NR)):
-                                    lanes[j] += (
-                                        states[(h * Kp + eb * 16 + e) * Vs + jb * NR + j]
-                                        * kv[((h * panels + jb) * Kp + eb * 16 + e) * NR + j]
-                                    )
-                            for j in T.serial(NR):
-                                total[0] += T.cast(lanes[j], f64)
+                        m.add_inner(
+                            total, lanes, states, h * Kp * Vs + jb * NR, Vs, T.min(NR, Vs - jb * NR), kv,
+                            (h * panels + jb) * Kp * NR, NR, Kp,
+                        )  # fmt: skip
                     for t in T.serial(C):
                         for j in T.serial(NR):
                             df[t * NR + j] = x[t * Vp + jb * NR + j] * first[t]

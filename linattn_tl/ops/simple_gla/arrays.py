@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from linattn_tl.arrays import Arrays
-from linattn_tl.chunks import Array, ChunkDecode, ChunkRunner, Decays, Layout, cut, decays, swap, whole
+from linattn_tl.chunks import Array, ChunkDecode, ChunkRunner, Decays, Layout, cut, decays, gate_gradient, swap, whole
 from linattn_tl.ops.simple_gla.definition import Options
 
 
@@ -60,14 +60,13 @@ def backward(xp: Any, x: Sequence[Array], dout: Array, state: Array, grad: Array
     dk = swap(P) @ q + d.last * (v @ swap(R))
     from_later = d.last * (k @ R)
     dv = swap(d.inside * A) @ dout + from_later
-    C = A.shape[-1]
-    below = xp.flip(xp.cumsum(xp.flip(P * A, -2), axis=-2), -2)
-    earlier = xp.arange(C)[None] < xp.arange(C)[:, None]
-    dg = xp.where(earlier, below, 0).sum(-1)
-    c = (d.first * (q @ S) * dout).sum(-1)
-    dg = dg + xp.flip(xp.cumsum(xp.flip(c, -1), axis=-1), -1)
-    dg = dg + xp.where(earlier, (from_later * v).sum(-1)[..., None, :], 0).sum(-1)
-    dg = dg + (d.whole * S * R).sum((-2, -1))[..., None]
+    dg = gate_gradient(
+        xp,
+        P * A,
+        (d.first * (q @ S) * dout).sum(-1),
+        (from_later * v).sum(-1),
+        (d.whole * S * R).sum((-2, -1)),
+    )
     return [whole(a, T) for a in (dq, dk, dv, dg)], grad
 
 
