@@ -3,10 +3,12 @@
 gated_delta_rule at B=1, H=8, T=4096 in fp32 (and bf16) with q and k normalised, forward and forward with backward, and
 a decode step of 16 sequences with 16 heads, against the functions that Hugging Face transformers runs where no optional
 kernel package is installed. Timed in turns in one run; nothing is timed unless every contestant agrees with the float64
-definition.
+definition. Then a whole model of the shape of Qwen3.5 (4 layers, hidden size 1024) reads a prompt of 2048 tokens with
+linattn_tl.compat.transformers and without it, and a table says where its time goes.
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +18,11 @@ import torch
 import linattn_tl
 from benchmarks import rows
 from benchmarks.rows import Form
+from linattn_tl.compat import transformers as compat
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, chunked
 
 B, T, H = 1, 4096, 8
+PROMPT = 2048  # tokens
 STEPS, HEADS, D_STEP = 16, 16, 128  # sequences and heads of a decode step
 
 
@@ -83,6 +87,54 @@ def decode() -> dict[str, Form]:
     return {"ours": ours, "transformers": others}
 
 
+# ---- a whole model
+
+
+def model() -> torch.nn.Module:
+    """Three layers with the gated delta rule and one with attention, random weights."""
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+    torch.manual_seed(0)
+    config = configuration_qwen3_5.Qwen3_5TextConfig(
+        vocab_size=1000, hidden_size=1024, intermediate_size=3584, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    return modeling_qwen3_5.Qwen3_5ForCausalLM(config).eval()
+
+
+def prompt() -> dict[str, Form]:
+    read, tokens = model(), torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+
+    def without() -> tuple[torch.Tensor]:
+        return (read(input_ids=tokens, use_cache=False, logits_to_keep=1).logits,)
+
+    def ours() -> tuple[torch.Tensor]:
+        with compat.enabled():
+            return without()
+
+    (found,), (right,) = ours(), without()
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    return {"ours": ours, "transformers": without}
+
+
+def where_it_goes(threads: int) -> str:
+    """The share of each operator's own time in a prompt that is read with our ops."""
+    torch.set_num_threads(threads)
+    ours = prompt()["ours"]
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        start = time.perf_counter()
+        ours()
+        total = time.perf_counter() - start
+    spent = sorted(seen.key_averages(), key=lambda x: -x.self_cpu_time_total)[:6]
+    known = sum(x.self_cpu_time_total for x in seen.key_averages()) / 1e6
+    lines = [f"prompt of {PROMPT} tokens, {threads} thread{'s' if threads > 1 else ''}, ours, by operator:"]
+    lines += [f"  {x.key[:27]:28}{x.self_cpu_time_total / total / 1e4:>6.1f} %" for x in spent]
+    return "\n".join(
+        [*lines, f"  {'outside of torch operators':28}{100 * (1 - known / total):>6.1f} %   our kernels among it"]
+    )
+
+
 CASES: dict[str, Callable[[], dict[str, Form]]] = {
     "forward D=64": partial(sequence, 64),
     "forward D=128": partial(sequence, 128),
@@ -90,12 +142,16 @@ CASES: dict[str, Callable[[], dict[str, Form]]] = {
     "fwd + backward D=64": partial(sequence, 64, backward=True),
     "fwd + backward D=128": partial(sequence, 128, backward=True),
     "fwd + backward 128 bf16": partial(sequence, 128, backward=True, dtype=torch.bfloat16),
+    "prompt, whole model": prompt,
     f"decode B={STEPS}": decode,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return rows.main("delta", "Speed of the gated delta rule.", CASES, argv)
+    status = rows.main("delta", "Speed of the gated delta rule.", CASES, argv)
+    if "--json" not in (sys.argv[1:] if argv is None else argv):
+        print(where_it_goes(1))
+    return status
 
 
 if __name__ == "__main__":

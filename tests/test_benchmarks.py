@@ -212,7 +212,13 @@ def test_every_contestant_of_a_gated_case_is_right(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", delta.CASES)
 def test_every_contestant_of_a_delta_case_is_right(name, monkeypatch):
-    for size, value in {"T": 256, "H": 2, "STEPS": 2, "HEADS": 2, "D_STEP": 16}.items():
+    for size, value in {"T": 256, "H": 2, "STEPS": 2, "HEADS": 2, "D_STEP": 16, "PROMPT": 70}.items():
         monkeypatch.setattr(delta, size, value)
     with torch.set_grad_enabled("backward" in name):
         assert list(delta.CASES[name]()) == ["ours", "transformers"]
+
+
+def test_where_the_time_of_a_prompt_goes(monkeypatch):
+    monkeypatch.setattr(delta, "PROMPT", 70)
+    found = delta.where_it_goes(1)
+    assert "aten::" in found and "outside of torch operators" in found

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,6 +112,7 @@ def _version() -> str:
     return importlib.import_module("transformers").__version__
 
 
+@cache
 def _modules() -> list[str]:
     """The modelling modules that define or call the functions, by their text: importing all would take minutes."""
     models = importlib.import_module("transformers.models")
