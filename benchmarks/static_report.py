@@ -130,7 +130,7 @@ def collect(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.static_report", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="sm_80,sm_90a", help="comma-separated (default sm_80,sm_90a)")
-    stages = "forward,decode,backward_q,backward_kv"
+    stages = "forward,decode,backward,backward_q,backward_kv"
     parser.add_argument("--stages", default=stages, help=f"comma-separated (default {stages}); '' for all kernels")
     parser.add_argument("--dtypes", default="bfloat16", help="comma-separated (default bfloat16)")
     parser.add_argument("--dims", default="128", help="head dims, comma-separated (default 128)")

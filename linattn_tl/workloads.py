@@ -50,14 +50,17 @@ def timed_walk(p: Problem, batch: int, tokens: int, heads: int, in_spans: bool) 
     return Walk(batch, tokens, batch * tokens, heads, heads, p.K, p.V, segment, cut=segment < tokens)
 
 
-def timed(rows: str, columns: str, walk: Walk, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def timed(
+    rows: str, columns: str, walk: Walk, dtype: torch.dtype, device: torch.device | str, chunk: int = 1
+) -> torch.Tensor:
     """A tensor of a timed launch.
 
     Args:
-        rows: "tokens", "states" of sequences, or "spans".
+        rows: "tokens", "states" of sequences, "spans", or "chunks" of `chunk` tokens.
         columns: of each value head: "K", "V", "KV", or "" for a number.
     """
-    count = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans}[rows]
+    chunks = walk.sequences * -(-walk.length // chunk)
+    count = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans, "chunks": chunks}[rows]
     widths = {"K": (walk.K,), "V": (walk.V,), "KV": (walk.K, walk.V), "": ()}
     x = torch.zeros(count, walk.HV, *widths[columns], dtype=dtype, device=device)
     # a scan over the results of the one before would leave the range of fp32

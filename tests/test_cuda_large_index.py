@@ -47,6 +47,7 @@ class Call:
     def __init__(self, parameters: Any, chunk: int):
         """chunk: tokens of one; states of chunks begin where those of the first token do."""
         sizes, first = {**SIZES, "chunks": -(-TOKENS // chunk)}, {**FIRST, "chunks": FIRST["tokens"] // chunk}
+        self.chunk = chunk
         self.tensors: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
         for p in parameters:
@@ -66,7 +67,7 @@ class Call:
         start = far * (FIRST["S"] * segment if scan else FIRST["tokens"])
         given["cu_seqlens"] = moved(torch.tensor([start, start + TOKENS], dtype=torch.int32), 0)
         given["slots"] = moved(torch.tensor([far * FIRST["P"] + 1, -1], dtype=torch.int32), 0)
-        numbers = {**NUMBERS, **OPTIONS, "segment": segment}
+        numbers = {**NUMBERS, **OPTIONS, "segment": segment, "keeps": self.chunk}
         return {p.name: given[p.name] if p.kind == "tensor" else numbers[p.name] for p in parameters}
 
 

@@ -21,6 +21,7 @@ from linattn_tl.ops.simple_gla.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.simple_gla.definition import Options, TorchRunner, decode, recurrent
 from linattn_tl.truths import truth
 from tests.emulated import BF16, FP32, K, V, awkward, binary, cut_short, launcher, lowered
+from tl_kernels.cuda_sizes import Blocks
 from tl_kernels.simple_gla import cuda as kernels
 from tl_kernels.spec import Problem
 
@@ -28,7 +29,8 @@ TRUTH = TorchRunner(recurrent)
 ALL = (True,) * 5
 STAGES = tuple(k.name.split(".")[1] for k in kernels.KERNELS)
 PASSES = tuple(s for s in STAGES if s != "decode")
-PIECES = tuple(s for s in PASSES if s != "backward_kv")  # of a problem too large for it
+WHOLE = ("backward", "backward_kv")
+PIECES = tuple(s for s in PASSES if s not in WHOLE)  # of a problem too large for those
 KERNELS = dict(zip(STAGES, kernels.KERNELS, strict=True))
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -54,7 +56,7 @@ def problem(dtype: str, k: int = K, v: int = V) -> Problem:
 def test_conformance(stage: str, arch: str, dtype: str, k: int, v: int):
     kernel, p = KERNELS[stage], problem(dtype, k, v)
     if not kernel.configs(p, named(arch)):
-        assert stage == "backward_kv"
+        assert stage in WHOLE
         return
     trial_cuda.check(kernel, p, launcher(kernel, p, arch))
 
@@ -65,6 +67,8 @@ def test_conformance(stage: str, arch: str, dtype: str, k: int, v: int):
         ("forward", "sm_80", "bfloat16", 64, (64, 64, 32, 128, 0)),  # more than one block of V
         ("backward_q", "sm_120a", "bfloat16", 64, (64, 32, 64, 128, 1)),  # and of K, each with a part of c
         ("backward_k", "sm_100a", "float32", 64, (32, 32, 64, 128, 0)),  # and of dg
+        ("backward", "sm_80", "bfloat16", 96, (64, 128, 128, 256, 0)),  # nothing but states and gates ahead
+        ("backward", "sm_86", "float16", 16, (32, 32, 32, 128, 1)),
     ],
 )
 def test_other_schedules(stage: str, arch: str, dtype: str, size: int, config: tuple[int, ...]):
@@ -73,9 +77,10 @@ def test_other_schedules(stage: str, arch: str, dtype: str, size: int, config: t
     trial_cuda.check(kernel, p, launcher(kernel, p, arch, chosen))
 
 
-def test_what_is_allocated_fits():
-    """The largest kernel, near the limit of its architecture."""
-    kernel, p = KERNELS["backward_kv"], problem("bfloat16", 128, 128)
+@pytest.mark.parametrize("stage", WHOLE)
+def test_what_is_allocated_fits(stage: str):
+    """The largest kernels, near the limit of their architecture."""
+    kernel, p = KERNELS[stage], problem("bfloat16", 128, 128)
     config = kernel.configs(p, named("sm_90a"))[0]
     source = lowered(kernel, p, config, "sm_90a").source
     found = re.search(r"MaxDynamicSharedMemorySize, (\d+)", source)
@@ -85,9 +90,12 @@ def test_what_is_allocated_fits():
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_kernels_of_the_gradient_of_g_have_chunks_of_one_size(arch: str):
     for dtype, size in product(("float32", "bfloat16"), (16, 64, 96, 128, 256)):
-        stages = ("backward_q", "backward_kv", "backward_k")
-        found = [c for s in stages for c in KERNELS[s].configs(problem(dtype, size, size), named(arch))]
-        assert len({c.C for c in found}) == 1
+        stages = ("backward_q", "backward", "backward_kv", "backward_k")
+        offered = {s: KERNELS[s].configs(problem(dtype, size, size), named(arch)) for s in (*stages, "forward")}
+        sizes = {c.C for s in stages for c in offered[s]}
+        assert len(sizes) == 1
+        # forward, as it is built unless it is tuned, can leave a state for each
+        assert not offered["backward"] or max(sizes) % offered["forward"][0].C == 0
 
 
 # ---- the trial
@@ -143,9 +151,13 @@ def _scaled(name: str, by: float) -> Any:
     [
         ("forward", _beyond, "o changed in 1 rows"),
         ("forward", _scaled("kv1", 1.001), "kv1 has relative RMS error"),
+        ("forward", _scaled("states", 1.001), "states has relative RMS error"),
         ("carry", _scaled("decay", 0.99), "decay has relative RMS error"),
         ("backward_q", _scaled("crossing", -1.0), "crossing has relative RMS error"),
         ("backward_q", _scaled("states", 1.001), "states has relative RMS error"),
+        ("backward", _scaled("dq", 1.001), "dq has relative RMS error"),
+        ("backward", _scaled("dg", 1.001), "dg has relative RMS error"),
+        ("backward", _scaled("states", 0.0), "states changed in"),
         ("backward_kv", _scaled("dg", 1.001), "dg has relative RMS error"),
         ("backward_kv", _scaled("k", 0.0), "k changed in"),
     ],
@@ -197,7 +209,10 @@ def example(
 
 
 def check(run: CudaRunner, inputs: Sequence[Any], lengths: Any, opt: Options, *subsets: Sequence[bool]) -> None:
-    """Forward, and backward for each subset of gradients, are within the caps, in their inputs' dtypes."""
+    """Forward, and backward for each subset of gradients, are within the caps, in their inputs' dtypes.
+
+    Backward with what forward has kept, and without.
+    """
     dtype = str(inputs[0].dtype).removeprefix("torch.")
     exact = truth(TRUTH, inputs, lengths, opt)
     results, saved = run.forward(inputs, lengths, opt)
@@ -206,9 +221,9 @@ def check(run: CudaRunner, inputs: Sequence[Any], lengths: Any, opt: Options, *s
         if x is not None:
             assert x.dtype == (inputs[2].dtype if name == "o" else torch.float32)
             check_close(name, x, want, dtype=dtype)
-    for wants in subsets or (ALL,):
+    for kept, wants in product((saved, ()) if saved else ((),), subsets or (ALL,)):
         needs = [want and x is not None for want, x in zip(wants, inputs, strict=True)]
-        found = run.backward(inputs, results, saved, lengths, exact.upstream, needs, opt)
+        found = run.backward(inputs, results, kept, lengths, exact.upstream, needs, opt)
         for name, x, given, want, need in zip(
             ("dq", "dk", "dv", "dg", "dstate"), found, inputs, exact.grads, needs, strict=True
         ):
@@ -240,33 +255,58 @@ def test_every_subset_of_gradients():
 
 def test_only_what_is_wanted_is_launched():
     inputs, lengths = example(T=20, state=True)
-    for needs, names in (
-        ((True, False, False, False, False), {"backward_q"}),
-        ((True, True, True, False, False), {"backward_q", "backward_kv"}),
-        ((False, True, True, False, True), {"backward_kv"}),
-        ((False, False, True, False, False), {"backward_v"}),
-        ((False, True, False, False, True), {"backward_k"}),
-        ((False, False, False, True, False), {"backward_q", "backward_k"}),
-        ((False, False, False, False, True), {"carry"}),
+    run = runner(*FP32)
+    results, saved = run.forward(inputs, lengths, Options())
+    for needs, with_states, names in (
+        ((True, False, False, False, False), {"backward_q"}, {"backward_q"}),
+        ((True, True, True, False, False), {"backward"}, {"backward_q", "backward_kv"}),
+        ((True, False, True, False, False), {"backward"}, {"backward_q", "backward_v"}),
+        ((False, True, True, False, True), {"backward_kv"}, {"backward_kv"}),
+        ((False, False, True, False, False), {"backward_v"}, {"backward_v"}),
+        ((False, True, False, False, True), {"backward_k"}, {"backward_k"}),
+        ((False, False, False, True, False), {"backward"}, {"backward_q", "backward_k"}),
+        ((False, False, False, False, True), {"carry"}, {"carry"}),
     ):
-        run = runner(*FP32)
-        results, saved = run.forward(inputs, lengths, Options())
-        before = launches()
-        run.backward(inputs, results, saved, lengths, (torch.ones_like(results[0]), None), needs, Options())
-        assert {n.split(".")[2] for n, count in launches().items() if count > before[n]} == names
+        for kept, expected in ((saved, with_states), ((), names)):
+            before = launches()
+            run.backward(inputs, results, kept, lengths, (torch.ones_like(results[0]), None), needs, Options())
+            assert {n.split(".")[2] for n, count in launches().items() if count > before[n]} == expected
 
 
-def test_states_are_kept_for_the_gradient_of_g_alone():
+def test_forward_keeps_states_for_the_kernel_that_reads_them():
+    inputs, lengths = example(T=70)
+    (_, saved), (_, none) = (runner(*FP32).forward(inputs, lengths, Options(), keep) for keep in (True, False))
+    assert [x.shape for x in saved] == [(3, 2, K, V)] and none == ()
+    assert runner(*FP32, PIECES).forward(inputs, lengths, Options())[1] == ()
+    run = runner(*FP32)
+    run.binaries["backward"] = Kept("backward")
+    run.binaries["backward"].config = Blocks(48, K, V, 128)  # which no chunks of forward fill
+    assert run.forward(inputs, lengths, Options())[1] == ()
+
+
+@pytest.mark.parametrize("cu", [None, (0, 0, 7, 7, 150, 280, 280)])
+def test_chunks_of_forward_are_shorter(cu: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch):
+    """As a tuned one may have them."""
+    cut_short(monkeypatch, spans.SPAN_MULTIPLE)
+    inputs, lengths = example("bfloat16", T=280, cu=cu, state=True)
+    p = problem("bfloat16")
+    run = runner(*BF16, multiprocessors=64)
+    run.binaries["forward"] = launcher(KERNELS["forward"], p, BF16[0], Blocks(32, K, V, 128, 1))
+    assert run.keeps == 64
+    check(run, inputs, lengths, Options(0.5, output_final_state=True))
+
+
+def test_the_walk_forward_keeps_states_for_the_gradient_of_g_alone():
     """They are most of what a backward pass writes."""
     inputs, lengths = example(T=20)
     run, seen = runner(*FP32), []
     right = run.new_crossing
     run.new_crossing = lambda x: seen.append(x) or right(x)  # type: ignore[method-assign]
-    results, saved = run.forward(inputs, lengths, Options())
+    results, _ = run.forward(inputs, lengths, Options())
     grads = (torch.ones_like(results[0]), None)
-    run.backward(inputs, results, saved, lengths, grads, (True, True, True, False, False), Options())
+    run.backward(inputs, results, (), lengths, grads, (True, True, True, False, False), Options())
     assert not seen
-    run.backward(inputs, results, saved, lengths, grads, (False, False, False, True, False), Options())
+    run.backward(inputs, results, (), lengths, grads, (False, False, False, True, False), Options())
     assert len(seen) == 1
 
 
@@ -279,7 +319,7 @@ def test_spans(arch: str, dtype: str, cu: tuple[int, ...] | None, monkeypatch: p
     before = launches()
     check(runner(arch, dtype, multiprocessors=64), inputs, lengths, Options(0.5, output_final_state=True))
     name = f"{arch}.{dtype}.scan"
-    assert launches()[name] - before[name] == 3
+    assert launches()[name] - before[name] == 1 + 1 + 2  # forward, backward with what it has kept, and without
 
 
 @pytest.mark.parametrize("needs", [ALL, (False, False, True, False, True), (False, False, False, False, True)])
@@ -364,7 +404,7 @@ def test_the_family_is_among_those_that_are_built():
     needed = {k.name for k in trials.needed_kernels(problem("bfloat16", 128, 128), named("sm_90a"))}
     assert needed == {k.name for k in kernels.KERNELS} - {"simple_gla.backward_k", "simple_gla.backward_v"}
     needed = {k.name for k in trials.needed_kernels(problem("float32", 128, 128), named("sm_90a"))}
-    assert needed == {k.name for k in kernels.KERNELS} - {"simple_gla.backward_kv"}
+    assert needed == {k.name for k in kernels.KERNELS} - {f"simple_gla.{stage}" for stage in WHOLE}
 
 
 class Kept:
@@ -386,7 +426,7 @@ def test_calls_that_are_made_again():
     run, opt = CudaRunner({"simple_gla.forward": Kept("forward")}, 1), Options(output_final_state=True)
     o, final = torch.empty_like(inputs[2]), torch.empty_like(inputs[4])
     numbers, tensors = run.call(inputs, opt, (o, final))  # type: ignore[misc]
-    assert (numbers["initial"], numbers["final"], numbers["spans"]) == (1, 1, 1)
+    assert [numbers[name] for name in ("initial", "final", "spans", "chunks", "keeps")] == [1, 1, 1, 0, 0]
     names = ("q", "k", "v", "g", "kv0", "o", "kv1")
     assert [x.word for x in tensors] == [trial_cuda.TENSORS["forward"].index(name) for name in names]
     assert run.call([awkward(inputs[0], "strided"), *inputs[1:]], opt, (o, final)) is None

@@ -52,7 +52,11 @@ def test_R18_gated_results_do_not_depend_on_the_order_of_threads(arch: str, dtyp
     inputs, opt = [q, k, v, -torch.rand(1, 70, v.shape[2]), kv], simple_gla.Options(0.5, output_final_state=True)
     results, saved = run.forward(inputs, None, opt)
     grads = [torch.randn_like(x) for x in results]
-    assert all(x.isfinite().all() for x in run.backward(inputs, results, saved, None, grads, ALL, opt))
+    for kept in (saved, ()):  # all gradients from one kernel, or from two
+        assert all(x.isfinite().all() for x in run.backward(inputs, results, kept, None, grads, ALL, opt))
+
+
+MAY_BE_TOO_LARGE = ("backward_kv", "gla.backward")  # for a program; then others do their work
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
@@ -67,7 +71,7 @@ def test_R10_no_config_needs_more_shared_memory_than_its_architecture_has(arch: 
                 needs = [cuda.smem_bytes(p, c) for p in problems for c in kernel.configs(p, device)]
                 assert max(needs) <= SHARED_LIMIT[arch], (kernel.name, dtype)
             offered = {D: kernel.configs(Problem(kernel.op, dtype, D, D), device) for D in (64, 128, 256)}
-            assert all(offered.values()) or kernel.name.endswith("backward_kv"), (kernel.name, dtype)
+            assert all(offered.values()) or kernel.name.endswith(MAY_BE_TOO_LARGE), (kernel.name, dtype)
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 80, 96, 100, 112, 128, 160, 192, 224, 256, 272])
@@ -83,9 +87,8 @@ def test_R09_every_head_dim_has_kernels_or_is_refused_in_words(width: int):
 
 
 def _has_config(kernel: Kernel, problem: Problem) -> bool:
-    return bool(kernel.configs(problem._replace(op=kernel.op), target.named("sm_86"))) or kernel.name.endswith(
-        "backward_kv"
-    )
+    found = kernel.configs(problem._replace(op=kernel.op), target.named("sm_86"))
+    return bool(found) or kernel.name.endswith(MAY_BE_TOO_LARGE)
 
 
 def test_R13_a_launch_goes_to_the_current_stream_of_its_device(monkeypatch: pytest.MonkeyPatch):

@@ -113,6 +113,56 @@ def multiply_state(acc, a, state, tile, transpose_B=False, filled=False):
         T.gemm(a.high, tile.high, acc, transpose_B=transpose_B)
 
 
+@T.macro
+def multiply_kept(acc, a, tile):
+    """acc += a b^T, where the tile of one buffer holds b as it was loaded; in float32 b is lost.
+
+    By way of fragments as in split.
+    """
+    if a.exact:
+        b = T.alloc_fragment([tile.rows, tile.columns], "float32")
+        part = T.alloc_fragment([tile.rows, tile.columns], "float32")
+        T.copy(tile.high, b)
+        for i, j in T.Parallel(tile.rows, tile.columns):
+            part[i, j] = high_part(b[i, j])
+        T.copy(part, tile.high)
+        T.gemm(a.high, tile.high, acc, transpose_B=True)
+        T.gemm(a.low, tile.high, acc, transpose_B=True)
+        for i, j in T.Parallel(tile.rows, tile.columns):
+            part[i, j] = b[i, j] - high_part(b[i, j])
+        T.copy(part, tile.high)
+        T.gemm(a.high, tile.high, acc, transpose_B=True)
+    else:
+        T.gemm(a.high, tile.high, acc, transpose_B=True)
+
+
+@T.macro
+def times_tile(product, x, tile):
+    """product = the fragment x times a tile, element by element, with the tile as products see it."""
+    for i, j in T.Parallel(tile.rows, tile.columns):
+        if tile.low is None:
+            product[i, j] = x[i, j] * T.cast(tile.high[i, j], "float32")
+        else:
+            product[i, j] = x[i, j] * (tile.high[i, j] + tile.low[i, j])
+
+
+@T.macro
+def inner_product(total, x, tile):
+    """total[0] = the sum of a fragment times a tile.
+
+    By way of shared memory: TileLang 0.1.15 does not reduce what a reduction has left with wgmma.
+    """
+    products = T.alloc_fragment([tile.rows, tile.columns], "float32")
+    sums = T.alloc_fragment([tile.rows], "float32")
+    passed = T.alloc_shared([tile.rows], "float32")
+    every = T.alloc_fragment([tile.rows], "float32")
+    times_tile(products, x, tile)
+    T.reduce_sum(products, sums, dim=1)
+    T.copy(sums, passed)
+    T.copy(passed, every)
+    T.reduce_sum(every, total, dim=0)
+
+
 class Ahead:
     """Rows of a tensor [tokens, heads, width], copied into shared memory while the chunk before them is worked on.
 
@@ -155,6 +205,14 @@ def load(fragment, tile, x, t, head, column):
         T.copy(tile.raw, fragment)
     else:
         T.copy(x[t : t + tile.rows, head, column : column + tile.columns], fragment)
+
+
+@T.macro
+def store(x, tile, t, last, head, column, width):
+    """Rows of x from t up to `last`, and columns from `column` on up to `width` = a tile in shared memory."""
+    for i, d in T.Parallel(tile.shape[0], tile.shape[1]):
+        if (t + i < last) & (column + d < width):
+            x[t + i, head, column + d] = tile[i, d]
 
 
 @T.macro
@@ -201,6 +259,25 @@ def take_state(S, rows, columns, kv, given, slot, head, corner):
     T.clear(S)
     if given:
         T.copy(kv[slot, head, corner[0] : corner[0] + rows, corner[1] : corner[1] + columns], S)
+
+
+WITHOUT_TMA = {"disable_tma": True}  # of a tensor that may be empty: it has no descriptor
+
+
+@T.macro
+def keep_state(states, slot, head, corner, S, tile):
+    """Rows and columns of the state in a slot, from a corner (its row and its column) on = S, which went by the tile.
+
+    16 bits go from where S lies in rows, for stores of 16 bytes.
+    """
+    if tile.exact:
+        T.copy(S, states[slot, head, corner[0] : corner[0] + tile.rows, corner[1] : corner[1] + tile.columns])
+    else:
+        T.copy(
+            tile.high,
+            states[slot, head, corner[0] : corner[0] + tile.rows, corner[1] : corner[1] + tile.columns],
+            annotations=WITHOUT_TMA,
+        )
 
 
 @T.macro

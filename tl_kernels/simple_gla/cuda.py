@@ -16,7 +16,8 @@ Decays are those of m.Gates: exact for a gate of 0 and of -inf, and nothing canc
 Tokens, spans, and the two schedules of a pass are those of linear attention: `forward` alone over whole sequences; or,
 where heads are few and sequences long, `carry` over spans of them, `scan`, and `forward` from the state before each
 span. A span also leaves its decay, exp of the sum of its gates, for the scan. While a chunk is worked on the next one
-is loaded by cp.async, where shared memory has room.
+is loaded by cp.async, where shared memory has room. For a backward pass `forward` leaves states, rounded to the tiles'
+type, in slots that go by position (see m.find_chunk): spans and whole sequences leave the same ones.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def carry_configs(p: Problem, target: Target) -> Sequence[Blocks]:
 
 
 def forward(p: Problem, c: Blocks):
-    """O and the final state."""
+    """O and the final state; where keeps > 0, the state before each chunk of `keeps` tokens too, a multiple of C."""
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
@@ -56,7 +57,7 @@ def forward(p: Problem, c: Blocks):
     C, BV, io, f32, tile = c.C, c.BV, p.dtype, "float32", tile_dtype(p)
     K, V, KP = p.K, p.V, padded(p.K)
     NV, ahead = -(-V // BV), c.stages == 1
-    tokens, H, HV, N0, N1, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "N0", "N1", "M"))
+    tokens, H, HV, N0, N1, chunks, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "N0", "N1", "chunks", "M"))
 
     @T.prim_func
     def forward_kernel(
@@ -67,6 +68,7 @@ def forward(p: Problem, c: Blocks):
         o: T.Tensor([tokens, HV, V], io),
         kv0: T.Tensor([N0, HV, K, V], f32),
         kv1: T.Tensor([N1, HV, K, V], f32),
+        states: T.Tensor([chunks, HV, K, V], tile),
         cu_seqlens: T.Tensor([M], "int32"),
         spans: T.int32,
         sequences: T.int32,
@@ -74,6 +76,7 @@ def forward(p: Problem, c: Blocks):
         segment: T.int32,
         initial: T.int32,
         final: T.int32,
+        keeps: T.int32,
         scale: T.float32,
     ):
         with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
@@ -97,9 +100,11 @@ def forward(p: Problem, c: Blocks):
             k_f = T.alloc_fragment([C, KP], f32)
             v_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
+            slot = T.alloc_local([1], "int32")
             T.annotate_layout({out_s: make_swizzled_layout(out_s)})
 
             m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            m.find_chunk(slot, where, cu_seqlens, length, T.max(keeps, 1))
             m.take_state(S, KP, BV, kv0, initial > 0, i_s, i_h, (0, i_v))
             if where[1] < where[2]:
                 m.fetch(q_next, q, where[1], i_q, 0)
@@ -128,6 +133,9 @@ def forward(p: Problem, c: Blocks):
 
                 T.clear(num)
                 m.multiply_state(num, qs, S, ss)
+                if (keeps > 0) & (T.truncmod(n * C, T.max(keeps, 1)) == 0):
+                    kept = slot[0] + T.truncdiv(n * C, T.max(keeps, 1))
+                    m.keep_state(states, kept, i_h, (0, i_v), S, ss)
                 for i, j in T.Parallel(C, BV):
                     num[i, j] *= gates.first(i) * scale
                 T.clear(A)
@@ -137,9 +145,7 @@ def forward(p: Problem, c: Blocks):
                 m.fill(cs, A)
                 m.multiply(num, cs, vs)
                 T.copy(num, out_s)
-                for i, j in T.Parallel(C, BV):
-                    if (t + i < where[2]) & (i_v + j < V):
-                        o[t + i, i_h, i_v + j] = out_s[i, j]
+                m.store(o, out_s, t, where[2], i_h, i_v, V)
 
                 for i, j in T.Parallel(KP, BV):
                     S[i, j] *= gates.whole

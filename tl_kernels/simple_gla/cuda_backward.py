@@ -1,4 +1,4 @@
-"""Backward of scalar-gated linear attention on NVIDIA GPUs: dQ walks the chunks forward, dK, dV and dg from the end.
+"""Backward of scalar-gated linear attention on NVIDIA GPUs: one walk from the end for all gradients, or two.
 
 With S the state before the chunk, R the gradient of the state after it, and decays D, f and l as in the forward pass:
 
@@ -14,12 +14,15 @@ The gradient of g_t is the sum of all that crosses token t, on its way from a ke
 The usual sum of q_i dq_i - k_i dk_i over all i >= t is the same in exact arithmetic; but where decays are strong it is
 a small difference of large sums, and its rounding errors are carried on to all tokens before.
 
-S is known walking forward and R walking from the end: backward_q leaves c, and S before each chunk, rounded to the
-tiles' type. Where nobody asks for dg it leaves neither. Chunks of both have one size, therefore.
+S is known walking forward and R walking from the end. `backward` walks from the end, reads the state before each chunk,
+which the forward pass has left, and makes all gradients: it reads each tensor once. Where nobody has left states, or
+few gradients are wanted, or K and V are too large for one program, two walks do it: backward_q, forward, leaves c, and
+S before each chunk, rounded to the tiles' type, or neither where nobody asks for dg; the others walk from the end.
+Chunks of all of them have one size, therefore.
 
 dQ needs all of V for P, and so does dK: their programs own BK columns of K, and dg is a sum over those programs, taken
 by the caller. dV needs all of K: its programs own BV columns of V. Where both fit into one program they are one kernel,
-which reads each tensor once. Every value head writes gradients of its own.
+and there is `backward`. Every value head writes gradients of its own.
 """
 
 from collections.abc import Sequence
@@ -28,8 +31,15 @@ from functools import lru_cache
 from tl_kernels.cuda_sizes import Blocks, blocks_of, chunk_sizes, fitting, gated, padded, tensor_cores, tile_dtype
 from tl_kernels.spec import Kernel, Problem, Target
 
+
 def configs_q(p: Problem, target: Target) -> Sequence[Blocks]:
     return _chunked(p, target)[0]
+
+
+def configs_all(p: Problem, target: Target) -> Sequence[Blocks]:
+    """Of backward: those of backward_kv. Larger tiles of float32 spill registers."""
+    found = configs_kv(p, target)
+    return [c for c in found if tile_dtype(p) == "bfloat16" or c.BK * c.BV < 64 * 64]
 
 
 def configs_kv(p: Problem, target: Target) -> Sequence[Blocks]:
@@ -46,7 +56,6 @@ def configs_v(p: Problem, target: Target) -> Sequence[Blocks]:
     return fitting(p, target, shapes, lambda BK, BV: gated(2 * BK + BV, BV, 2 * BK + BV))
 
 
-WITHOUT_TMA = {"disable_tma": True}  # of a tensor that may be empty: it has no descriptor
 Found = tuple[Sequence[Blocks], Sequence[Blocks], Sequence[Blocks]]
 
 
@@ -168,10 +177,7 @@ def backward_q(p: Problem, c: Blocks):
                 for i, d in T.Parallel(C, BK):
                     dq_f[i, d] *= gates.first(i) * scale
                 if gated > 0:
-                    if ss.exact:
-                        T.copy(S, states[slot[0] + n, i_h, i_k : i_k + BK, 0:VP])
-                    else:  # from where it lies in rows, for stores of 16 bytes
-                        T.copy(ss.high, states[slot[0] + n, i_h, i_k : i_k + BK, 0:VP], annotations=WITHOUT_TMA)
+                    m.keep_state(states, slot[0] + n, i_h, (i_k, 0), S, ss)
                 for i, d in T.Parallel(C, BK):
                     q_f[i, d] *= dq_f[i, d]
                 T.reduce_sum(q_f, c_f, dim=1)
@@ -187,9 +193,7 @@ def backward_q(p: Problem, c: Blocks):
                 m.fill(ps, P)
                 m.multiply(dq_f, ps, ks)
                 T.copy(dq_f, dq_s)
-                for i, d in T.Parallel(C, BK):
-                    if (t + i < where[2]) & (i_k + d < K):
-                        dq[t + i, i_h, i_k + d] = dq_s[i, d]
+                m.store(dq, dq_s, t, where[2], i_h, i_k, K)
 
                 for i, j in T.Parallel(BK, VP):
                     S[i, j] *= gates.whole
@@ -201,8 +205,11 @@ def backward_q(p: Problem, c: Blocks):
     return backward_q_kernel
 
 
-def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
-    """dK with dg, dV, or both; and, with dK, the gradient of the initial state."""
+def _walk_back(p: Problem, c: Blocks, want_q: bool = False, want_k: bool = False, want_v: bool = False):
+    """dQ, dK, dV, dg and the gradient of the initial state: the last two with dK, and dQ with dK and dV alone.
+
+    Where gated > 0 dg is wanted, and so c: with dQ it is found here, else it is given.
+    """
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
@@ -212,14 +219,14 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
     K, V = p.K, p.V
     NK, NV = -(-K // BK), -(-V // BV)
     NB = NK * NV  # programs of a head
-    ahead = c.stages == 1
+    ahead, given_c = c.stages == 1, want_k and not want_q
     if want_v and NK > 1 or want_k and NV > 1:
         raise ValueError(f"simple_gla backward: {c} splits a sum; dK needs all {V} columns of V, dV all {K} of K")
     sizes = ("tokens", "H", "HV", "N0", "N1", "chunks", "rows", "M")
     tokens, H, HV, N0, N1, chunks, rows, M = (T.dynamic(n) for n in sizes)
 
     @T.prim_func
-    def backward_kv_kernel(
+    def backward_kernel(
         q: T.Tensor([tokens, H, K], io),
         k: T.Tensor([tokens, H, K], io),
         v: T.Tensor([tokens, HV, V], io),
@@ -227,6 +234,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
         dout: T.Tensor([tokens, HV, V], io),
         crossing: T.Tensor([rows, HV], f32),
         states: T.Tensor([chunks, HV, K, V], tile),
+        dq: T.Tensor([tokens, HV, K], io),
         dk: T.Tensor([tokens, HV, K], io),
         dv: T.Tensor([tokens, HV, V], io),
         dg: T.Tensor([rows, HV, NK], f32),
@@ -251,8 +259,8 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
             ks = m.Tile(C, BK, tile)
             dos = m.Tile(C, BV, tile)
             cs = m.Tile(C, C, tile)
-            rs = m.Tile(BK, BV, tile, twin=False)
-            q_next = m.Ahead(C, BK, io, ahead)
+            rs = m.Tile(BK, BV, tile, twin=False)  # S, then R
+            q_next = m.Ahead(C, BK, io, ahead, swizzled=want_q)  # read as dq lies
             k_next = m.Ahead(C, BK, io, ahead, swizzled=want_k)  # read as dk lies
             dout_next = m.Ahead(C, BV, io, ahead)
             gates = m.Gates(C)
@@ -268,19 +276,18 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
                 v_next = m.Ahead(C, BV, io, ahead)
                 v_f = T.alloc_fragment([C, BV], f32)
                 dk_f = T.alloc_fragment([C, BK], f32)
-                dk_s = T.alloc_shared([C, BK], io)
+                dk_s = T.alloc_shared([C, BK], io)  # dq before dk
                 P = T.alloc_fragment([C, C], f32)
                 slot = T.alloc_local([1], "int32")
                 c_s = T.alloc_shared([C], f32)
                 d_f = T.alloc_fragment([C], f32)
                 d_s = T.alloc_shared([C], f32)
-                x_f = T.alloc_fragment([BK, BV], f32)
-                row_f = T.alloc_fragment([BK], f32)
-                row_s = T.alloc_shared([BK], f32)
-                rows_f = T.alloc_fragment([BK], f32)
-                across = T.alloc_fragment([1], f32)
+                across = T.alloc_fragment([1], f32)  # <S, R>
                 dg_f = T.alloc_fragment([C], f32)
                 T.annotate_layout({dk_s: make_swizzled_layout(dk_s)})
+            if want_q:
+                dq_f = T.alloc_fragment([C, BK], f32)
+                c_f = T.alloc_fragment([C], f32)
             if want_v:
                 dv_f = T.alloc_fragment([C, BV], f32)
                 dv_s = T.alloc_shared([C, BV], io)
@@ -290,6 +297,11 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
             m.take_state(R, BK, BV, dkv1, final > 0, i_s, i_h, (i_k, i_v))
             count = T.ceildiv(where[2] - where[1], C)
             end = where[1] + (count - 1) * C
+            if want_k:
+                m.find_chunk(slot, where, cu_seqlens, length, C)
+                slot[0] += count - 1
+                for i, j in T.Parallel(C, C):
+                    us.high[i, j] = T.if_then_else(i <= j, T.cast(1, tile), T.cast(0, tile))
             if count > 0:
                 m.fetch(q_next, q, end, i_q, i_k)
                 m.fetch(dout_next, dout, end, i_h, i_v)
@@ -297,13 +309,11 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
                 if want_k:
                     m.fetch(v_next, v, end, i_h, i_v)
                 m.fetch_column(gates.raw, g, end, C, i_h)
-                if want_k:
+                if want_q:
+                    T.async_copy(states[slot[0], i_h, i_k : i_k + BK, i_v : i_v + BV], rs.high)
+                if given_c:
                     if gated > 0:
                         m.fetch_column(c_s, crossing, end, C, i_h)
-            if want_k:
-                m.find_chunk(slot, where, cu_seqlens, length, C)
-                for i, j in T.Parallel(C, C):
-                    us.high[i, j] = T.if_then_else(i <= j, T.cast(1, tile), T.cast(0, tile))
 
             for n in T.serial(count):
                 t = end - n * C
@@ -332,75 +342,84 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
                         m.fetch(v_next, v, t - C, i_h, i_v)
                     m.fetch_column(gates.raw, g, t - C, C, i_h)
 
-                T.clear(A)
-                m.multiply(A, qs, ks, transpose_B=True)
+                if want_q:
+                    if gated > 0:
+                        m.inner_product(across, R, rs)
+                if want_k:
+                    T.clear(P)
+                    m.multiply(P, dos, vs, transpose_B=True)
+                    for i, j in T.Parallel(C, C):
+                        P[i, j] = T.Select(j <= i, P[i, j] * gates.decay(j, i) * scale, T.float32(0))
+                    m.fill(cs, P)
+                if want_q:
+                    # before R takes the place of S
+                    T.clear(dq_f)
+                    m.multiply_kept(dq_f, dos, rs)
+                    for i, d in T.Parallel(C, BK):
+                        dq_f[i, d] *= gates.first(i) * scale
+                    if gated > 0:  # c, with q as the products see it
+                        m.times_tile(q_f, dq_f, qs)
+                        T.reduce_sum(q_f, c_f, dim=1)
+                        T.copy(c_f, c_s)
+                    m.multiply(dq_f, cs, ks)
+                    T.copy(dq_f, dk_s)
+                    m.store(dq, dk_s, t, where[2], i_h, i_k, K)
                 if want_k:
                     T.clear(dk_f)
                     m.multiply_state(dk_f, vs, R, rs, transpose_B=True)
                     for i, d in T.Parallel(C, BK):
                         dk_f[i, d] *= gates.last(i)
-                    T.clear(P)
-                    m.multiply(P, dos, vs, transpose_B=True)
-                    for i, j in T.Parallel(C, C):
-                        P[i, j] = T.Select(j <= i, P[i, j] * gates.decay(j, i) * scale, T.float32(0))
-                    if gated > 0:
-                        # d, with k as the products see it
-                        for i, d in T.Parallel(C, BK):
-                            if ks.exact:
-                                k_f[i, d] = dk_f[i, d] * (ks.high[i, d] + ks.low[i, d])
-                            else:
-                                k_f[i, d] = dk_f[i, d] * T.cast(ks.high[i, d], f32)
+                    if gated > 0:  # d, with k as the products see it
+                        m.times_tile(k_f, dk_f, ks)
                         T.reduce_sum(k_f, d_f, dim=1)
-                    m.fill(cs, P)
+                        T.copy(d_f, d_s)
                     m.multiply(dk_f, cs, qs, transpose_A=True)
                     T.copy(dk_f, dk_s)
-                    for i, d in T.Parallel(C, BK):
-                        if (t + i < where[2]) & (i_k + d < K):
-                            dk[t + i, i_h, i_k + d] = dk_s[i, d]
+                    m.store(dk, dk_s, t, where[2], i_h, i_k, K)
                 if want_v:
                     T.clear(dv_f)
                     m.multiply_state(dv_f, ks, R, rs, filled=want_k)
                     for i, j in T.Parallel(C, BV):
                         dv_f[i, j] *= gates.last(i)
+                if want_q:
+                    T.sync_threads()  # all are done with R
+                    if n + 1 < count:
+                        T.async_copy(states[slot[0] - n - 1, i_h, i_k : i_k + BK, i_v : i_v + BV], rs.high)
+
+                T.clear(A)
+                m.multiply(A, qs, ks, transpose_B=True)
                 if want_k:
-                    if gated > 0:
-                        # W, then what of it is from a token on
-                        for i, j in T.Parallel(C, C):
-                            P[i, j] *= A[i, j]
-                        m.fill(cs, P)
-                        T.clear(P)
-                        T.gemm(us.high, cs.high, P)
-                        if cs.exact:
-                            T.gemm(us.high, cs.low, P)
-                        T.copy(d_f, d_s)
-                        for i, j in T.Parallel(C, C):
-                            c_j = T.Select((i_k == 0) & (t + j < where[2]), c_s[j], T.float32(0))
-                            P[i, j] = T.Select(j < i, P[i, j] + d_s[j], c_j)
-                        T.reduce_sum(P, dg_f, dim=1)
-                        T.sync_threads()  # all have read c
-                        if n + 1 < count:
-                            m.fetch_column(c_s, crossing, t - C, C, i_h)
-                        # <S, R>
-                        kept = states[slot[0] + count - 1 - n, i_h, i_k : i_k + BK, i_v : i_v + BV]
-                        T.copy(kept, rs.high, annotations=WITHOUT_TMA)
-                        for i, j in T.Parallel(BK, BV):
-                            x_f[i, j] = R[i, j] * T.cast(rs.high[i, j], f32)
-                        T.reduce_sum(x_f, row_f, dim=1)
-                        T.copy(row_f, row_s)  # TileLang 0.1.15 does not reduce what a reduction has left with wgmma
-                        T.copy(row_s, rows_f)
-                        T.reduce_sum(rows_f, across, dim=0)
-                        for i in T.Parallel(C):
-                            if t + i < where[2]:
-                                dg[t + i, i_h, i_sb % NB // NV] = dg_f[i] + across[0] * gates.whole
+                    for i, j in T.Parallel(C, C):
+                        P[i, j] *= A[i, j]  # W, summed when dv_f has left its registers
                 if want_v:
                     for i, j in T.Parallel(C, C):
                         A[i, j] = T.Select(j <= i, A[i, j] * gates.decay(j, i) * scale, T.float32(0))
                     m.fill(cs, A)
                     m.multiply(dv_f, cs, dos, transpose_A=True)
                     T.copy(dv_f, dv_s)
-                    for i, j in T.Parallel(C, BV):
-                        if (t + i < where[2]) & (i_v + j < V):
-                            dv[t + i, i_h, i_v + j] = dv_s[i, j]
+                    m.store(dv, dv_s, t, where[2], i_h, i_v, V)
+                if want_k:
+                    if gated > 0:
+                        # what of W is from a token on
+                        m.fill(cs, P)
+                        T.clear(P)
+                        T.gemm(us.high, cs.high, P)
+                        if cs.exact:
+                            T.gemm(us.high, cs.low, P)
+                        for i, j in T.Parallel(C, C):
+                            c_j = T.Select((i_k == 0) & (t + j < where[2]), c_s[j], T.float32(0))
+                            P[i, j] = T.Select(j < i, P[i, j] + d_s[j], c_j)
+                        T.reduce_sum(P, dg_f, dim=1)
+                        if given_c:
+                            T.sync_threads()  # all have read c
+                            if n + 1 < count:
+                                m.fetch_column(c_s, crossing, t - C, C, i_h)
+                            kept = states[slot[0] - n, i_h, i_k : i_k + BK, i_v : i_v + BV]
+                            T.copy(kept, rs.high, annotations=m.WITHOUT_TMA)
+                            m.inner_product(across, R, rs)
+                        for i in T.Parallel(C):
+                            if t + i < where[2]:
+                                dg[t + i, i_h, i_sb % NB // NV] = dg_f[i] + across[0] * gates.whole
 
                 for i, j in T.Parallel(BK, BV):
                     R[i, j] *= gates.whole
@@ -413,22 +432,27 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool):
                 if initial > 0:
                     T.copy(R, dkv0[i_s, i_h, i_k : i_k + BK, i_v : i_v + BV])
 
-    return backward_kv_kernel
+    return backward_kernel
+
+
+def backward(p: Problem, c: Blocks):
+    return _walk_back(p, c, want_q=True, want_k=True, want_v=True)
 
 
 def backward_kv(p: Problem, c: Blocks):
-    return _walk_kv(p, c, want_k=True, want_v=True)
+    return _walk_back(p, c, want_k=True, want_v=True)
 
 
 def backward_k(p: Problem, c: Blocks):
-    return _walk_kv(p, c, want_k=True, want_v=False)
+    return _walk_back(p, c, want_k=True)
 
 
 def backward_v(p: Problem, c: Blocks):
-    return _walk_kv(p, c, want_k=False, want_v=True)
+    return _walk_back(p, c, want_v=True)
 
 
 KERNELS = (
+    Kernel("simple_gla.backward", backward, configs_all, expects=tensor_cores),
     Kernel("simple_gla.backward_q", backward_q, configs_q, expects=tensor_cores),
     Kernel("simple_gla.backward_kv", backward_kv, configs_kv, expects=tensor_cores),
     Kernel("simple_gla.backward_k", backward_k, configs_k, expects=tensor_cores),

@@ -9,6 +9,7 @@ No kernel is launched without tokens. Tensors are handed over contiguous and 16-
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -56,26 +57,38 @@ class Tokens(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """What backward_q leaves for the gradient of g: c [B, T, HV], and the state before each chunk."""
+    """What walks forward leave for those from the end: c [B, T, HV] of backward_q, and the state before each chunk.
+
+    Both for the gradient of g; `backward` reads states alone, which forward has left, whatever it is asked for.
+    """
 
     c: torch.Tensor | None = None
     states: torch.Tensor | None = None
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        c, states = self
-        rows = 0 if c is None else c.shape[0] * c.shape[1]
-        return {"rows": rows, "chunks": _count(states), "gated": int(c is not None)}
-
 
 NOTHING = Crossing()
+
+
+def _gate_sizes(x: torch.Tensor | None, states: torch.Tensor | None) -> dict[str, int]:
+    """Of a launch that makes c or dg, x [B, T, HV, blocks], or neither."""
+    rows = 0 if x is None else x.shape[0] * x.shape[1]
+    return {"rows": rows, "chunks": _count(states), "gated": int(x is not None)}
+
+
+def _states_of_chunks(q: torch.Tensor, v: torch.Tensor, cu: Any, C: int) -> torch.Tensor:
+    """Memory for the state before each chunk of C tokens."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    chunks = B * -(-T // C) if cu is None else T // C + cu.shape[0] - 1
+    tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
+    return torch.empty(chunks, HV, K, V, dtype=tile, device=q.device)
 
 
 class CudaRunner(SpanRunner):
     """The compiled backends of simple_gla on NVIDIA GPUs.
 
     Of its kernels backward_kv is there, or both backward_k and backward_v; a trial of one kernel needs no other than
-    those that a call of it launches.
+    those that a call of it launches. Where `backward` is there, forward keeps the states that it starts from; without
+    them (see linattn_tl/apply.py) the others do its work.
     """
 
     op = FAMILY
@@ -86,7 +99,7 @@ class CudaRunner(SpanRunner):
     # ---- forward
 
     def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        """(o, final state or None); nothing is kept for backward."""
+        """(o, final state or None), and for `backward` the state before each of its chunks."""
         q, k, v, g = map(plain, inputs[:4])
         start, cu = None if inputs[4] is None else plain(inputs[4]), indices(lengths)
         walk = self._walk("forward", q, v, cu)
@@ -96,13 +109,21 @@ class CudaRunner(SpanRunner):
         final = left = _new_states(walk.sequences, walk, q) if opt.output_final_state else None
         if walk.cut:
             start, left = self._states_before(k, v, g, cu, walk, start, final, opt), None
-        self.binaries["forward"].launch(self._forward_numbers(walk, start, left, opt), (q, k, v, g, o, start, left, cu))
-        return (o, final), ()
+        states = _states_of_chunks(q, v, cu, self.keeps) if keep and self.keeps else None
+        packed = self._forward_numbers(walk, start, left, states, opt)
+        self.binaries["forward"].launch(packed, (q, k, v, g, o, start, left, states, cu))
+        return (o, final), () if states is None else (states,)
 
-    def _forward_numbers(self, walk: Walk, start: State, left: State, opt: Options) -> Any:
-        N0, N1 = _count(start), _count(left)
+    @cached_property
+    def keeps(self) -> int:
+        """Tokens of a chunk of `backward`, whose states forward can leave; or 0."""
+        C = self.binaries["backward"].config.C if "backward" in self.binaries else 0
+        return 0 if C % self.binaries["forward"].config.C else C
+
+    def _forward_numbers(self, walk: Walk, start: State, left: State, states: State, opt: Options) -> Any:
+        N0, N1, chunks = _count(start), _count(left), _count(states)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "initial": int(N0 > 0), "final": int(N1 > 0)}
-        return self._packed("forward", walk, opt, **sizes)
+        return self._packed("forward", walk, opt, **sizes, chunks=chunks, keeps=self.keeps if chunks else 0)
 
     def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
         """How to make this call again, see linattn_tl/repeats.py. Where it is one launch: not cut into spans."""
@@ -113,7 +134,7 @@ class CudaRunner(SpanRunner):
             return None
         tensors = [*(Argument(x, i) for i, x in enumerate((q, k, v, g))), Argument(start, 5)]
         tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 4), (final, 6)) if x is not None]
-        return self.binaries["forward"].call(self._forward_numbers(walk, start, final, opt), tensors)
+        return self.binaries["forward"].call(self._forward_numbers(walk, start, final, None, opt), tensors)
 
     def _states_before(
         self, x: Any, y: Any, g: Any, cu: Any, walk: Walk, start: State, end: State, opt: Options, reverse: bool = False
@@ -158,31 +179,41 @@ class CudaRunner(SpanRunner):
         initial, dout, dfinal = (None if x is None else plain(x) for x in (inputs[4], *grads))
         x = Tokens(q, k, v, g, torch.zeros_like(v) if dout is None else dout, indices(lengths))
         found: list[Any] = [None] * 5
-        crossing, heads = NOTHING, v.shape[2] // max(q.shape[2], 1)
+        if saved and (needs[3] or (needs[0] and any(needs[1:3]))):  # for fewer gradients the others move less
+            found = self.grad_back(("backward",), x, dfinal, Crossing(None, saved[0]), needs, opt)
+        else:
+            found = self._grads_in_two(x, initial, dfinal, needs, opt)
+        heads = v.shape[2] // max(q.shape[2], 1)
+        for i in (0, 1):
+            found[i] = None if found[i] is None else group_sums(found[i], heads, 2)
+        return [grad if need else None for grad, need in zip(found, needs, strict=True)]
+
+    def _grads_in_two(self, x: Tokens, start: State, final: State, needs: Sequence[bool], opt: Options) -> list[Any]:
+        """As grad_back, from a walk forward, which makes dq and what the gradient of g needs, and one from the end."""
+        dq, crossing, found = None, NOTHING, [None] * 5
         if needs[0] or needs[3]:
             if needs[3]:
                 crossing = self.new_crossing(x)
-            dq, crossing = self.grad_q(x, initial, crossing, opt)
-            found[0] = group_sums(dq, heads, 2)
+            dq, crossing = self.grad_q(x, start, crossing, opt)
         if any(needs[1:]):
-            dk, *found[2:] = self.grad_kv(x, dfinal, crossing, needs[1:], opt)
-            found[1] = None if dk is None else group_sums(dk, heads, 2)
-        return [grad if need else None for grad, need in zip(found, needs, strict=True)]
+            names = self._names_back(needs[1] or needs[3], needs[2])
+            found = self.grad_back(names, x, final, crossing, needs, opt)
+        return [dq, *found[1:]]
 
     def new_crossing(self, x: Tokens) -> Crossing:
         """Memory that backward_q is to fill; c with a column for each of its blocks of K."""
-        binary = self.binaries["backward_q"]
-        B, T, HV, V = x.v.shape
-        K, C = x.q.shape[3], binary.config.C
-        chunks = B * -(-T // C) if x.cu is None else T // C + x.cu.shape[0] - 1
-        tile = getattr(torch, tile_dtype(problem_of(FAMILY, x.q, x.v)))
-        c = torch.empty(B, T, HV, -(-K // binary.config.BK), dtype=torch.float32, device=x.q.device)
-        return Crossing(c, torch.empty(chunks, HV, K, V, dtype=tile, device=x.q.device))
+        states = _states_of_chunks(x.q, x.v, x.cu, self.binaries["backward_q"].config.C)
+        return Crossing(self._new_gates(x, "backward_q"), states)
+
+    def _new_gates(self, x: Tokens, name: str) -> torch.Tensor:
+        """A number for each token and head, with a column for each block of K that a kernel has programs for."""
+        blocks = -(-x.k.shape[3] // self.binaries[name].config.BK)
+        return torch.empty(*x.v.shape[:3], blocks, dtype=torch.float32, device=x.k.device)
 
     def grad_q(self, x: Tokens, start: State, crossing: Crossing, opt: Options) -> tuple[torch.Tensor, Crossing]:
         """The gradient of q for each value head, and crossing, filled where there is something to fill."""
         walk = self._walk("backward_q", x.q, x.v, x.cu)
-        dq = torch.empty(*x.v.shape[:3], x.q.shape[3], dtype=x.q.dtype, device=x.q.device)
+        dq = _of_value_heads(x.q, x.v)
         if walk.empty:
             return dq, Crossing(None if crossing.c is None else crossing.c.sum(-1), crossing.states)
         if walk.cut:
@@ -190,32 +221,34 @@ class CudaRunner(SpanRunner):
         tensors = (*x[:5], dq, *crossing, start, x.cu)
         N0 = _count(start)
         sizes = {"tokens": walk.tokens, "N0": N0, "initial": int(N0 > 0)}
-        self._launch("backward_q", walk, opt, tensors, **sizes, **crossing.sizes)
+        self._launch("backward_q", walk, opt, tensors, **sizes, **_gate_sizes(*crossing))
         return dq, Crossing(None if crossing.c is None else _block_sums(crossing.c), crossing.states)
 
-    def grad_kv(
-        self, x: Tokens, final: State, crossing: Crossing, needs: Sequence[bool], opt: Options
-    ) -> tuple[Any, Any, Any, Any]:
-        """dk for each value head, dv, dg and the gradient of the initial state, from that of the final state."""
-        wants_k, wants_v, wants_g, wants_state = needs
-        names = self._names_back(wants_k or wants_g, wants_v)
+    def grad_back(
+        self, names: Sequence[str], x: Tokens, final: State, crossing: Crossing, needs: Sequence[bool], opt: Options
+    ) -> list[Any]:
+        """What kernels that walk from the end make, from the gradient of the final state.
+
+        dq (of `backward` alone) and dk for each value head, dv, dg and the gradient of the initial state.
+        """
         walk = self._walk(names[0], x.k, x.v, x.cu)
-        dk, dv = torch.empty(*x.v.shape[:3], x.k.shape[3], dtype=x.k.dtype, device=x.k.device), torch.empty_like(x.v)
-        dg = self._new_dg(x, names[0]) if wants_g else None
+        dk, dv = _of_value_heads(x.k, x.v), torch.empty_like(x.v)
+        dq = _of_value_heads(x.q, x.v) if "backward" in names else None
+        dg = self._new_gates(x, names[0]) if needs[3] else None
         if walk.empty:
-            return dk, dv, None if dg is None else dg.sum(-1), _unchanged(final, walk, x.q)
-        end = left = _new_states(walk.sequences, walk, x.q) if wants_state else None
+            return [dq, dk, dv, None if dg is None else dg.sum(-1), _unchanged(final, walk, x.q)]
+        end = left = _new_states(walk.sequences, walk, x.q) if needs[4] else None
         if walk.cut:
             final, left = self._states_before(x.q, x.dout, x.g, x.cu, walk, final, end, opt, reverse=True), None
-        elif left is not None and not names[0].startswith("backward_k"):  # the others leave no state
+        elif left is not None and names[0] in ("backward_v", "carry"):  # alone, backward_v leaves no state
             decay = torch.empty(walk.spans, walk.HV, dtype=torch.float32, device=x.q.device)
             self._carry((x.q, x.dout, x.g), x.cu, walk, final, left, decay, opt, reverse=True)
             left = None
         for name in names:
             if name != "carry":
-                self._launch_back(name, walk, x, crossing, (dk, dv, dg), final, left, opt)
+                self._launch_back(name, walk, x, crossing, (dq, dk, dv, dg), final, left, opt)
                 left = None
-        return dk, dv, None if dg is None else _block_sums(dg), end
+        return [dq, dk, dv, None if dg is None else _block_sums(dg), end]
 
     def _names_back(self, wants_k: bool, wants_v: bool) -> tuple[str, ...]:
         """The kernels that make what is wanted: one for both dk and dv where it exists."""
@@ -225,18 +258,18 @@ class CudaRunner(SpanRunner):
             return ("backward_kv",)
         return names
 
-    def _new_dg(self, x: Tokens, name: str) -> torch.Tensor:
-        """A column for each block of K that a kernel has programs for."""
-        blocks = -(-x.k.shape[3] // self.binaries[name].config.BK)
-        return torch.empty(*x.v.shape[:3], blocks, dtype=torch.float32, device=x.k.device)
-
     def _launch_back(
         self, name: str, walk: Walk, x: Tokens, crossing: Crossing, grads: Any, final: State, left: State, opt: Options
     ) -> None:
         tensors = (*x[:5], *crossing, *grads, final, left, x.cu)
         N0, N1 = _count(left), _count(final)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "final": int(N1 > 0), "initial": int(N0 > 0)}
-        self._launch(name, walk, opt, tensors, **sizes, **crossing.sizes)
+        self._launch(name, walk, opt, tensors, **sizes, **_gate_sizes(grads[3], crossing.states))
+
+
+def _of_value_heads(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Memory for x with a row for each value head."""
+    return torch.empty(*v.shape[:3], x.shape[3], dtype=x.dtype, device=x.device)
 
 
 def _block_sums(x: torch.Tensor) -> torch.Tensor:

@@ -27,24 +27,26 @@ from tl_kernels.cuda_sizes import tile_dtype
 from tl_kernels.spec import Kernel, Problem
 
 SEGMENT = 64  # tokens a span: the shortest one there is, one chunk of the kernels with the largest
+KEEPS = 64  # tokens a state that forward leaves: two of its chunks, where those are short
 IO = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")  # in the problem's dtype; states are a tile's, all others fp32
 
 # Each kernel's tensors in order. kv0 is the state before the first token, kv1 that behind the last one, kv those of
 # spans, `states` those before chunks; with a d in front, gradients.
-_BACKWARD_KV = (
-    "q", "k", "v", "g", "dout", "crossing", "states", "dk", "dv", "dg", "dkv1", "dkv0", "cu_seqlens",
+_BACKWARD = (
+    "q", "k", "v", "g", "dout", "crossing", "states", "dq", "dk", "dv", "dg", "dkv1", "dkv0", "cu_seqlens",
 )  # fmt: skip
 TENSORS = {
-    "forward": ("q", "k", "v", "g", "o", "kv0", "kv1", "cu_seqlens"),
+    "forward": ("q", "k", "v", "g", "o", "kv0", "kv1", "states", "cu_seqlens"),
     "carry": ("k", "v", "g", "kv0", "kv1", "decay", "cu_seqlens"),
     "scan": ("kv", "decay", "kv0", "kv1", "cu_seqlens"),
     "backward_q": ("q", "k", "v", "g", "dout", "dq", "crossing", "states", "kv0", "cu_seqlens"),
-    "backward_kv": _BACKWARD_KV,
-    "backward_k": _BACKWARD_KV,
-    "backward_v": _BACKWARD_KV,
+    "backward": _BACKWARD,
+    "backward_kv": _BACKWARD,
+    "backward_k": _BACKWARD,
+    "backward_v": _BACKWARD,
 }
 CARRY_BACK = ("q", "dout", "g", "kv0", "kv1", "decay", "cu_seqlens")  # the same kernel from the end
-WRITE_DK, WRITE_DV = ("backward_kv", "backward_k"), ("backward_kv", "backward_v")
+WRITE_DK, WRITE_DV = ("backward", "backward_kv", "backward_k"), ("backward", "backward_kv", "backward_v")
 FORGETS = float("-inf")
 
 
@@ -260,6 +262,7 @@ def _before(x: Solved) -> Tensors:
 
 def _forward(x: Solved, width: int) -> Trial:
     wanted = {"o": x.o, **_state("kv1", x.final, x.case.final and not x.case.segment)}
+    wanted |= _state("states", x.states, x.case.gates)
     return Trial({"q": x.q, "k": x.k, "v": x.v, "g": x.g, **_before(x)}, wanted)
 
 
@@ -297,11 +300,13 @@ def _backward_q(x: Solved, width: int) -> Trial:
 
 
 def _backward_kv(stage: str, x: Solved, width: int) -> Trial:
+    """With `backward`, which finds c itself, and reads states whatever is wanted."""
     given = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "dout": x.dout}
-    wanted: Tensors = {}
+    wanted = _state("dq", x.dq, stage == "backward")
+    given |= _state("states", x.states, x.case.gates or stage == "backward")
     grads = {"dk": (x.dk, WRITE_DK), "dv": (x.dv, WRITE_DV)}
     if x.case.gates:
-        given |= {"crossing": x.crossing.sum(-1), "states": x.states}
+        given |= _state("crossing", x.crossing.sum(-1), stage != "backward")
         grads["dg"] = (x.dg_of_blocks(width), WRITE_DK)
     for name, (grad, stages) in grads.items():
         # one that another kernel writes may be handed over and is left alone
@@ -317,7 +322,7 @@ TRIALS: Mapping[str, tuple[Callable[..., Trial], ...]] = {
     "carry": (_carry, _carry_back),
     "scan": (_scan, _scan_back),
     "backward_q": (_backward_q,),
-    **{stage: (partial(_backward_kv, stage),) for stage, tensors in TENSORS.items() if tensors is _BACKWARD_KV},
+    **{stage: (partial(_backward_kv, stage),) for stage, tensors in TENSORS.items() if tensors is _BACKWARD},
 }
 
 
@@ -341,7 +346,8 @@ def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device =
 
 
 def _check_case(stage: str, case: Case, p: Problem, launcher: Launcher, device: Device) -> None:
-    chunk, width = getattr(launcher.config, "C", SEGMENT), getattr(launcher.config, "BK", p.K)
+    chunk = KEEPS if stage == "forward" else getattr(launcher.config, "C", SEGMENT)
+    width = getattr(launcher.config, "BK", p.K)
     exact = solved(case, p, chunk)
     for trial in (make(exact, width) for make in TRIALS[stage]):
         budget = "float32" if stage == "scan" else p.dtype  # a scan only adds
@@ -373,14 +379,15 @@ def _numbers(tensors: Tensors, walk: Walk, opt: Options, reverse: bool = False) 
         **walk_numbers(walk),
         **option_numbers(opt),
         "tokens": rows("q", "k"),
-        "rows": rows("crossing"),
+        "rows": rows("crossing", "dg"),
         "chunks": rows("states"),
         "S": rows("kv"),
         "N0": N0,
         "N1": N1,
         "initial": int(N0 > 0),
         "final": int(N1 > 0),
-        "gated": int("crossing" in tensors),
+        "gated": int("crossing" in tensors or "dg" in tensors),
+        "keeps": KEEPS * ("states" in tensors),
         "reverse": int(reverse),
     }
 
@@ -418,12 +425,14 @@ SHAPES = {  # rows, and columns of each value head
     **dict.fromkeys(("kv0", "kv1", "dkv0", "dkv1"), ("states", "KV")),
     "kv": ("spans", "KV"),
     "decay": ("spans", ""),
+    "states": ("chunks", "KV"),
 }
 WORK = {
     "forward": Work(("q", "k", "v", "g"), ("o",), 2),
     "carry": Work(("k", "v", "g"), ("kv1", "decay"), 1),
     "scan": Work(("kv", "decay"), ("kv",), 0),
     "backward_q": Work(("q", "k", "v", "g", "dout"), ("dq",), 2),
+    "backward": Work(("q", "k", "v", "g", "dout", "states"), ("dq", "dk", "dv"), 4),
     "backward_kv": Work(("q", "k", "v", "g", "dout"), ("dk", "dv"), 3),
     "backward_k": Work(("q", "k", "v", "g", "dout"), ("dk",), 2),
     "backward_v": Work(("q", "k", "g", "dout"), ("dv",), 2),
@@ -452,8 +461,8 @@ def workload(
         return _decode_workload(problem, launcher, device, batch or DECODE_BATCH, heads)
     p, work = problem, WORK[stage]
     walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=stage == "scan")
-    moved = work.moved
-    tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
+    moved, chunk = work.moved, getattr(launcher.config, "C", SEGMENT)
+    tensors = {name: _timed(name, walk, chunk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5)))
     return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS[stage]], work, walk, tensors)
 
@@ -463,9 +472,9 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
     return name in SHAPES and (SHAPES[name][0] == "tokens" or name in moved)
 
 
-def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
+def _timed(name: str, walk: Walk, chunk: int, p: Problem, device: Device) -> torch.Tensor:
     rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk, _dtype(name, p), device)
+    x = timed(rows, columns, walk, _dtype(name, p), device, chunk)
     return -x.abs() if name == "g" else x
 
 
