@@ -34,8 +34,11 @@ def apply(
     options: Any,
     backend: str,
     remember: Callable[[Choice, Sequence[Any]], None] | None = None,
+    called: str = "",
 ) -> tuple[Any, ...]:
     """Compute op on checked inputs. Returns the op's outputs, None where not asked for.
+
+    called: what messages call it, where that is another form of it.
 
     remember(choice, outputs) is told of a plain call that compiled kernels have served, see linattn_tl.repeats.
     """
@@ -52,7 +55,7 @@ def apply(
         if backend == "auto":
             registry.fall_back(op.name, "torch", "torch.func and forward-mode AD: their tensors have no memory to read")
         backend = "torch"
-    op.autograd.check_values(inputs, lengths)
+    op.autograd.check_values(inputs, lengths, called or op.name)
     choice = registry.choose(op, problem, backend)
     registry.note_backend(op.name, choice.backend)
     if choice.runner.differentiable:
@@ -152,11 +155,12 @@ def register(op: Op) -> None:
 
     def forward(*args: Any) -> tuple[Any, ...]:
         inputs, lengths, options, backend = args[:n_in], args[n_in], args[n_in + 1 : -1], args[-1]
-        op.autograd.check_values(inputs, lengths)
+        op.autograd.check_values(inputs, lengths, op.name)
         choice = registry.choose(op, op.autograd.problem(inputs), backend)
         registry.note_backend(op.name, choice.backend)
         opt, keep = op.autograd.options(*options), bool(op.autograd.saved)
         outputs, kept = choice.runner.forward(inputs, lengths, opt, keep)
+        kept = kept[: len(op.autograd.saved)]
         return tuple(_or_empty(x, inputs[0]).contiguous() for x in (*outputs, *kept))
 
     def backward(*args: Any) -> tuple[Any, ...]:

@@ -122,14 +122,18 @@ def step(
     opt: Any,
     out: torch.Tensor,
     backend: str,
+    called: str = "",
 ) -> Choice:
-    """Checks that read values or memory, then the step itself, into states and out. tokens: q, k, v, and gates."""
+    """Checks that read values or memory, then the step itself, into states and out.
+
+    tokens: q, k, v, and gates. called: what messages call the op, where that is another form of it.
+    """
     for name, x in states.items():
-        shapes.check_writable(op.name, name, x)
+        shapes.check_writable(called or op.name, name, x)
     given = tuple(states.values())
     choice = registry.choose(op, problem_of(op.name, tokens[0], tokens[2]), backend)
     if slots is not None and not (slots.is_cuda and choice.backend in registry.COMPILED):
-        shapes.check_slots(op.name, slots.tolist(), given[0].shape[0])
+        shapes.check_slots(called or op.name, slots.tolist(), given[0].shape[0])
     registry.note_backend(op.name, choice.backend)
     dtype = tokens[0].dtype
     if out.dtype == dtype:

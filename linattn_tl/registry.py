@@ -79,7 +79,7 @@ class Autograd:
     saved: tuple[str, ...]  # what every runner keeps for backward besides the inputs; a library op hands on no more
     options: type  # a NamedTuple class of plain arguments
     problem: Callable[..., Problem]  # inputs -> Problem
-    check_values: Callable[..., None]  # checks that read a tensor's values: not possible while tracing
+    check_values: Callable[..., None]  # (inputs, lengths, name): checks that read values: not possible while tracing
     meta: Callable[..., Any]  # (inputs, lengths, options) -> empty outputs and saved, or None for each
     wanted: Callable[..., tuple[bool, ...]]  # options -> which outputs are not None
     reference: Any  # the runner in plain torch, differentiable any number of times

@@ -9,9 +9,10 @@ from autotune.launcher import keep
 from linattn_tl import shapes
 from linattn_tl.aligned import plain, pool, pool_strides, ready
 from linattn_tl.launchers import ALIGNMENT, Launcher
+from linattn_tl.plain import each
 from linattn_tl.spans import blocks, check_grid
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Any]  # None for one that is missing
 
 
 class PooledStep:
@@ -57,13 +58,14 @@ class PooledStep:
 
     def _in_place(self, tokens: Tensors, pools: Tensors, slots: Any, opt: Any, out: Any) -> Any:
         """The packed numbers, or None where the kernel cannot work on the tensors where they are."""
-        if not (all(map(ready, tokens)) and ready(out)) or any(x.data_ptr() % ALIGNMENT or x.is_neg() for x in pools):
+        given = [x for x in tokens if x is not None]
+        if not (all(map(ready, given)) and ready(out)) or any(x.data_ptr() % ALIGNMENT or x.is_neg() for x in pools):
             return None
-        if shapes.shares_memory(out, *tokens):  # a program might read what another has written
+        if shapes.shares_memory(out, *given):  # a program might read what another has written
             return None
         layout = tuple([x.stride() for x in pools])
         # the first pool's shape tells v's
-        key = tokens[0].shape, pools[0].shape, layout, None if slots is None else slots.dtype, opt
+        key = tokens[0].shape, len(given), pools[0].shape, layout, None if slots is None else slots.dtype, opt
         packed = self.decode.kept.get(key)
         if packed is None:
             strides = [pool_strides(x) for x in pools]
@@ -76,7 +78,7 @@ class PooledStep:
     def _copied(self, tokens: Tensors, pools: Tensors, slots: Any, opt: Any, out: Any) -> Any:
         """The step with copies of what the kernel cannot read or write in place, and of out always."""
         o, copies = torch.empty_like(out, memory_format=torch.contiguous_format), [pool(x) for x in pools]
-        self._step([plain(x) for x in tokens], copies, slots, opt, o)
+        self._step(each(plain, *tokens), copies, slots, opt, o)
         for mine, copy in zip((*pools, out), (*copies, o), strict=True):
             if mine is not copy:
                 mine.copy_(copy)

@@ -140,6 +140,7 @@ def sequence_cases() -> tuple[Case, ...]:
         *(Case(f"{d}-T1000", B=1, T=1000, dtype=d) for d in DTYPES[1:]),
         *(Case(f"{d}-odd", K=7, V=19, dtype=d, state=True, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-wide", K=100, V=80, H=1, HV=1, dtype=d, state=True, final=True) for d in DTYPES[1:]),
+        *(Case(f"{d}-widest", B=1, K=256, V=250, H=1, HV=1, dtype=d, state=True, final=True) for d in DTYPES[:2]),
         *(Case(f"{d}-packed", B=1, T=70, cu=(0, 33, 33, 70), dtype=d, final=True) for d in DTYPES[1:]),
         *(Case(f"{d}-fused", dtype=d, layout="fused", upstream="heads-first", V=24) for d in DTYPES[1:]),
         Case("float64", T=70, dtype="float64", state=True, final=True, HV=4, backends=("torch",)),

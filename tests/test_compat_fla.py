@@ -163,10 +163,24 @@ def test_packed_sequences_and_gradients():
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
+        (
+            lambda q, k, v, g, b: fla.chunk_gated_delta_rule(q, k, v, g, v.sigmoid()),
+            NotImplementedError,
+            "expected one number a head",
+        ),
+        (
+            lambda q, k, v, g, b: fla.chunk_gated_delta_rule(q, k, v, None, b, use_gate_in_kernel=True, A_log=b[0, 0]),
+            ValueError,
+            "g is None with use_gate_in_kernel=True",
+        ),
         (lambda *x: fla.chunk_gated_delta_rule(*x, cp_context=object()), NotImplementedError, "cp_context is given"),
         (lambda *x: fla.chunk_gated_delta_rule(*x, head_first=False), TypeError, "unexpected keyword"),
         (lambda q, k, v, g, b: fla.fused_recurrent_gated_delta_rule(q, k, v, gk=k), NotImplementedError, "gk is given"),
-        (lambda *x: fla.chunk_gated_delta_rule(*x, allow_neg_eigval=True), ValueError, "expected beta_is_logit=True"),
+        (
+            lambda *x: fla.chunk_gated_delta_rule(*x, allow_neg_eigval=True),
+            ValueError,
+            "expected use_beta_sigmoid_in_kernel=True",
+        ),
         (lambda *x: fla.chunk_gated_delta_rule(*x, initial_state=1), TypeError, "initial_state is int"),
     ],
 )

@@ -108,9 +108,9 @@ def test_greedy_generation_gives_the_same_tokens(name: str):
     assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("said", [("cu", "index"), ("cu",), ("index",)])
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_sequences_are_as_alone(name: str, with_index: bool):
+def test_packed_sequences_are_as_alone(name: str, said: tuple[str, ...]):
     """The convolution too keeps them apart; transformers by itself refuses, or lets them leak."""
     model, lengths = made(name), (3, 40, 1, 30)
     layer = next(x for n, x in model.named_modules() if n.endswith("linear_attn"))
@@ -118,16 +118,48 @@ def test_packed_sequences_are_as_alone(name: str, with_index: bool):
         pytest.skip("this version does not tell its layers where sequences begin")
     tokens = torch.randint(0, 97, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    more: dict[str, Any] = {
-        "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
-        "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": max(lengths), "max_length_k": max(lengths),
-    }  # fmt: skip
-    if with_index:
+    more: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)}
+    if "cu" in said:
+        longest = max(lengths)
+        more |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+    if "index" in said:
         more["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(0)
     with compat.enabled():
         packed = model(input_ids=tokens, use_cache=False, **more).logits
     alone = [model(input_ids=tokens[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(cu)]
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=2e-4)
+
+
+def convolved(x: torch.Tensor, **kwargs: Any) -> list[float]:
+    """By the convolution that keeps sequences apart: one channel, four taps of 1."""
+    own = compat._apart(lambda *_, **__: pytest.fail("transformers' own was called"))
+    return own(x.view(1, 1, -1), torch.ones(1, 4), **kwargs).flatten().tolist()
+
+
+def test_columns_that_a_cache_has_put_in_front_belong_to_the_first_sequence():
+    past = torch.tensor([1.0, 2, 3, 4, 5, 6, 7])
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    assert convolved(past, cu_seq_lens_q=cu)[-3:] == [14, 18, 22]
+    assert convolved(past, seq_idx=torch.tensor([[0, 0, 1]]))[-3:] == [14, 18, 7]
+    padded = torch.tensor([0.0, 0, 10, 1])  # two tokens, each a sequence, before which a new cache has put zeros
+    assert convolved(padded, cu_seq_lens_q=torch.tensor([0, 1, 2]))[-2:] == [10, 1]
+
+
+def test_a_step_has_a_gradient_of_its_state():
+    torch.manual_seed(0)
+    q, k, v, g, beta = (torch.randn(1, 1, 2, *width) for width in ((8,), (8,), (8,), (), ()))
+    state = torch.randn(1, 2, 8, 8, requires_grad=True)
+    right = compat._chunk(q, k, v, -g.abs(), beta.sigmoid(), initial_state=state, output_final_state=True)
+    found = compat._step(q, k, v, -g.abs(), beta.sigmoid(), initial_state=state, output_final_state=True)
+    for x, y in zip(found, right, strict=True):
+        assert x is not None and y is not None and x.requires_grad
+        torch.testing.assert_close(x, y)
+
+
+def test_packed_rows_are_refused():
+    q = torch.randn(2, 6, 2, 8)
+    with pytest.raises(ValueError, match=r"seq_idx has shape \(2, 6\); expected \[1, T\]"):
+        compat._chunk(q, q, q, q[..., 0], q[..., 0], seq_idx=torch.zeros(2, 6))
 
 
 def test_disable_gives_everything_back():
@@ -182,15 +214,23 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_version_without_the_functions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compat, "_modules", lambda: [])
-    with pytest.raises(ImportError, match=rf"has no model with {CHUNK}; expected 4\.57"):
+    with pytest.raises(ImportError, match=rf"has no model with {CHUNK} that can be served; expected 4\.57"):
         compat.enable()
 
 
 def test_a_module_with_half_of_the_functions_is_named():
     module = old_module()
     del module.torch_recurrent_gated_delta_rule
-    with pytest.raises(ImportError, match=r"qwen3_old has torch_chunk_gated_delta_rule and no torch_recurrent"):
+    with pytest.raises(ImportError, match=r"it has torch_chunk_gated_delta_rule and no torch_recurrent"):
         compat._replace(module)
+
+
+def test_a_module_that_cannot_be_served_does_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch):
+    own = compat._modules()
+    monkeypatch.setattr(compat, "_modules", lambda: ["transformers.models.none.modeling_none", *own])
+    what = compat.enable()
+    assert what.replaced and [why.split(":")[0] for why in what.skipped] == ["transformers.models.none.modeling_none"]
+    assert "not of transformers.models.none.modeling_none: No module named" in str(what)
 
 
 @pytest.mark.timing

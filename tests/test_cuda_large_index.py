@@ -22,9 +22,30 @@ TOKENS = 100
 NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.11 on
 # Which row comes first, by the first size of a tensor. 2^26 tokens of 32 and 2^21 states of 32 x 32 are 2^31 elements.
 FIRST = {"tokens": 2**27, "keys": 2**27, "rows": 2**27, "S": 2**21, "P": 2**21}
-SIZES = {"tokens": TOKENS, "keys": TOKENS, "rows": TOKENS, "S": 3, "P": 2, "H": 1, "HV": 1, "HZ": 1, "B": 1, "M": 2}
+SIZES = {
+    "tokens": TOKENS,
+    "keys": TOKENS,
+    "rows": TOKENS,
+    "S": 3,
+    "P": 2,
+    "H": 1,
+    "HV": 1,
+    "HZ": 1,
+    "B": 1,
+    "G": 1,
+    "M": 2,
+}
 NUMBERS = {"spans": 1, "sequences": 1, "length": 0, "segment": 2**30, "initial": 1, "final": 1, "keep_den": 1}
-OPTIONS = {"feature_map": 0, "normalize": 1, "scale": 0.5, "eps": 1e-6, "reverse": 0, "use_slots": 1, "gated": 1}
+OPTIONS = {
+    "feature_map": 0,
+    "normalize": 1,
+    "scale": 0.5,
+    "eps": 1e-6,
+    "reverse": 0,
+    "use_slots": 1,
+    "gated": 1,
+    "norm": 1,
+}
 
 
 def space(*shape: int, dtype: torch.dtype) -> torch.Tensor:

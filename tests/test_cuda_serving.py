@@ -324,7 +324,7 @@ def test_a_build_for_head_dims_that_no_kernel_has():
 def test_a_build_for_a_family_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     """Beside one that is there too: nothing is left out without a word."""
     monkeypatch.setattr(tuning, "run_tasks", lambda *_, **__: pytest.fail("built"))
-    with pytest.raises(ValueError, match="op is 'quadratic'; expected one of linear_attention"):
+    with pytest.raises(ValueError, match="op is 'quadratic'; expected one of delta_rule, linear_attention"):
         tuning.build_best(["sm_80"], ["bfloat16"], ops=["linear_attention", "quadratic"])
 
 

@@ -176,6 +176,9 @@ Wrong = Callable[..., Any]
 X = {"q": (1, 4, 2, 8), "k": (1, 4, 2, 8), "v": (1, 4, 2, 8), "g": (1, 4, 2), "beta": (1, 4, 2)}
 
 
+X_INT = torch.zeros(1, 4, 2, dtype=torch.int32)
+
+
 def given(**other: Any) -> dict[str, Any]:
     return {**{name: torch.zeros(shape) for name, shape in X.items()}, **other}
 
@@ -198,6 +201,18 @@ def step(**other: Any) -> dict[str, Any]:
         (lambda: gated_delta_rule(**given(A_log=0.5)), TypeError, "A_log is float"),
         (lambda: gated_delta_rule(**given(allow_neg_eigval=True)), ValueError, "expected beta_is_logit=True"),
         (lambda: gated_delta_rule(**given(g=torch.zeros(1, 4, 2, dtype=torch.int32))), TypeError, "g has dtype"),
+        (lambda: gated_delta_rule(**given(beta=X_INT, beta_is_logit=True)), TypeError, "beta has dtype int32"),
+        (lambda: gated_delta_rule(**given(A_log=torch.zeros(2), dt_bias=X_INT[0, 0])), TypeError, "dt_bias has dtype"),
+        (
+            lambda: gated_delta_rule(**given(cu_seqlens=torch.tensor([0, 3]))),
+            ValueError,
+            "^gated_delta_rule: cu_seqlens",
+        ),
+        (
+            lambda: gated_delta_rule_decode(**step(slots=torch.tensor([7]))),
+            ValueError,
+            "^gated_delta_rule_decode: slots",
+        ),
         (lambda: gated_delta_rule(**given(scale="no")), TypeError, "gated_delta_rule: scale is str"),
         (lambda: gated_delta_rule(**given(initial_state=torch.zeros(2, 2, 8, 8))), ValueError, "initial_state has"),
         (lambda: gated_delta_rule_decode(**step(state=torch.zeros(1, 2, 8, 9))), ValueError, "state has shape"),

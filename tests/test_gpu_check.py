@@ -19,7 +19,7 @@ import torch
 from autotune import build, store
 from benchmarks import gpu_cases, gpu_check, gpu_requirements, gpu_timing
 from benchmarks.gpu_rows import Check, DeviceLost, Found, NotRun, Session, WrongResult, attempt, run_section
-from linattn_tl.ops import simple_gla
+from linattn_tl.ops import delta_rule, simple_gla
 from linattn_tl.ops.linear_attention.cpu import CpuDecode, CpuRunner
 from tests import conformance
 from tl_kernels.spec import Kernel
@@ -552,7 +552,8 @@ def test_devices(monkeypatch):
 
 def test_no_sync(cuda_stand_ins, monkeypatch):
     seen = []
-    for op in (CpuRunner, CpuDecode, simple_gla.CpuRunner, simple_gla.CpuDecode):
+    gated = [runner for family in (simple_gla, delta_rule) for runner in (family.CpuRunner, family.CpuDecode)]
+    for op in (CpuRunner, CpuDecode, *gated):
         name = "forward" if hasattr(op, "forward") else "__call__"
         right = getattr(op, name)
         monkeypatch.setattr(

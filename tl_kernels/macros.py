@@ -208,17 +208,14 @@ def scale_rows(x, count, scale):
         x[e] *= scale
 
 
-NORM_EPS = 1e-6
-
-
 @T.macro
-def normalize_rows(x, ld, inverse, C):
-    """In place x[c] -> x[c] inverse[c], inverse[c] = (the sum of the squares of row c + NORM_EPS) ** -0.5."""
+def normalize_rows(x, ld, inverse, C, eps):
+    """In place x[c] -> x[c] inverse[c], inverse[c] = (the sum of the squares of row c + eps) ** -0.5."""
     for c in T.serial(C):
         inverse[c] = T.float32(0)
         for d in T.serial(ld):
             inverse[c] += x[c * ld + d] * x[c * ld + d]
-        inverse[c] = T.float32(1) / T.sqrt(inverse[c] + T.float32(NORM_EPS))
+        inverse[c] = T.float32(1) / T.sqrt(inverse[c] + T.float32(eps))
         for d in T.serial(ld):
             x[c * ld + d] *= inverse[c]
 
@@ -234,20 +231,6 @@ def norm_slopes(grad, x, inverse, dot, C, D):
     for d in T.serial(D):
         for j in T.serial(C):
             grad[d * C + j] = inverse[j] * (grad[d * C + j] - x[d * C + j] * dot[j])
-
-
-@T.macro
-def load_fp32_rows(dst, ld, src, C):
-    """As load_rows, from a tensor of float32 whatever the kernel's dtype."""
-    for c in T.serial(C):
-        if c < src.rows:
-            for d in T.serial(src.width):
-                dst[c * ld + d] = src.buffer[src.at(c, d)]
-            for d in T.serial(ld - src.width):
-                dst[c * ld + src.width + d] = T.float32(0)
-        else:
-            for d in T.serial(ld):
-                dst[c * ld + d] = T.float32(0)
 
 
 @T.macro
@@ -496,6 +479,14 @@ class TileShape:
 def clear_tile(t):
     for e in T.serial(t.MR * t.NR):
         t.acc[e] = T.float32(0)
+
+
+@T.macro
+def keep_panel(states, at, ld, width, panels, first, NR, rows):
+    """A panel of a state, from element `first` on, to columns of a kept one [rows, ld], from element `at` on."""
+    for d in T.serial(rows):
+        for j in T.serial(width):
+            states[at + d * ld + j] = panels[first + d * NR + j]
 
 
 @T.macro

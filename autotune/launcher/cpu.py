@@ -48,6 +48,12 @@ def glue(kernel: Kernel, problem: Problem, config: Any, source: str) -> str:
     """The C++ that binds an emitted kernel to the launcher."""
     function = f"{kernel.build.__name__}_kernel_kernel"
     parameters = ", ".join(_parameter(kernel, *p) for p in parse_signature(source, function))
+    kept = [a.every for a in kernel.args if a.role == "chunk"]
+    if len(kept) > 1 or any(e < 1 or e % config.C or (kernel.reverse and e != config.C) for e in kept):
+        raise ValueError(
+            f"{kernel.name}: states kept every {kept} tokens with chunks of {config.C}; expected at most one argument, "
+            "a multiple of a chunk, and a chunk where chunks are walked from the last"
+        )
     io_bytes = 4 if problem.dtype == "float32" else 2
     args = ", ".join(
         f"{{linattn::{a.role.upper()}, {str(a.heads == 'HV').lower()}, {str(a.transposed).lower()}, "

@@ -5,8 +5,9 @@
 Arguments, their order, defaults and results are those of fla 0.6: [B, T, H, ...] tensors, states [N, HV, K, V] (or
 [N, HV, V, K] with state_v_first), a pair (o, final state or None). Differences: any dtype and device is served; states
 that come out are fp32; the chunked and the recurrent form of an op are the same function here. What only steers their
-kernels (cu_seqlens_cpu, chunk_indices, chunk_size) is taken and has no effect. What has no counterpart (gates of each
-channel, context parallelism) is refused by name, and an unknown keyword by Python.
+kernels (cu_seqlens_cpu, chunk_indices, chunk_size) is taken and has no effect. What has no counterpart (gates and betas
+of each channel, g beside g_gamma, a reversed walk over packed sequences, context parallelism) is refused by name, and
+an unknown keyword by Python.
 """
 
 from typing import Any
@@ -62,9 +63,15 @@ def chunk_gated_delta_rule(
 
     Raises NotImplementedError for cp_context, otherwise as linattn_tl.gated_delta_rule. Source: as there.
     """
-    _refuse("chunk_gated_delta_rule", cp_context=cp_context)
-    if use_gate_in_kernel and A_log is None:
-        raise ValueError("chunk_gated_delta_rule: A_log is None with use_gate_in_kernel=True; expected a tensor [HV]")
+    op = "chunk_gated_delta_rule"
+    _refuse(op, cp_context=cp_context)
+    if use_gate_in_kernel and (A_log is None or g is None):
+        missing = "A_log" if A_log is None else "g"
+        raise ValueError(f"{op}: {missing} is None with use_gate_in_kernel=True; expected a tensor")
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(f"{op}: allow_neg_eigval=True; expected use_beta_sigmoid_in_kernel=True with it")
+    if beta.ndim == v.ndim:
+        raise NotImplementedError(f"{op}: beta has shape {tuple(beta.shape)}; expected one number a head, [B, T, HV]")
     shared: dict[str, Any] = {
         "scale": scale,
         "qk_l2norm": use_qk_l2norm_in_kernel,
@@ -249,7 +256,7 @@ def chunk_linear_attn(
 
     Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20.
     """
-    kv, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+    kv, z = initial_state if isinstance(initial_state, tuple | list) else (initial_state, None)
     start = None if kv is None and z is None else _linear_state(q, v, kv, z, cu_seqlens)
     o, final = linear_attention(
         q, k, v, feature_map="identity", normalize=normalize, scale=scale, eps=EPS, initial_state=start,

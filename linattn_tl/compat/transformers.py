@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from linattn_tl import apply
 from linattn_tl.compat.fla import chunk_gated_delta_rule
 from linattn_tl.ops.delta_rule import gated_delta_rule_decode
 
@@ -38,14 +39,19 @@ OLDEST = "4.57"
 
 @dataclass(frozen=True)
 class Enabled:
-    """What enable() has replaced: "module.name" of every function, or of a class whose layers hold them."""
+    """What enable() has replaced: "module.name" of every function, or of a class whose layers hold them.
+
+    skipped: modules that have the functions and could not be served, and why.
+    """
 
     version: str
     replaced: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         models = sorted({name.split(".")[2] for name in self.replaced})
-        return f"transformers {self.version}: linattn-tl serves the gated delta rule of {', '.join(models)}"
+        lines = [f"transformers {self.version}: linattn-tl serves the gated delta rule of {', '.join(models)}"]
+        return "\n".join([*lines, *(f"  not of {why}" for why in self.skipped)])
 
 
 @dataclass
@@ -67,18 +73,23 @@ def enable() -> Enabled:
         return _state.found
     version = _version()
     replaced: list[str] = []
-    try:
-        for name in _modules():
+    skipped: list[str] = []
+    for name in _modules():
+        try:
             replaced += _replace(importlib.import_module(name))
-        if not replaced:
-            raise ImportError(
-                f"linattn_tl.compat.transformers: transformers {version} has no model with {CHUNK}; expected "
-                f"{OLDEST} or newer"
+        except ImportError as error:  # of a module alone: one that needs a package, or is of another make
+            skipped.append(f"{name}: {error}")
+    if not replaced:
+        raise ImportError(
+            "; ".join(
+                [
+                    f"linattn_tl.compat.transformers: transformers {version} has no model with {CHUNK} that can be "
+                    f"served; expected {OLDEST} or newer",
+                    *skipped,
+                ]
             )
-    except BaseException:
-        disable()
-        raise
-    _state.found = Enabled(version, tuple(replaced))
+        )
+    _state.found = Enabled(version, tuple(replaced), tuple(skipped))
     return _state.found
 
 
@@ -114,7 +125,7 @@ def _version() -> str:
 
 @cache
 def _modules() -> list[str]:
-    """The modelling modules that define or call the functions, by their text: importing all would take minutes."""
+    """The modelling modules that define the functions, by their text: importing all would take minutes."""
     models = importlib.import_module("transformers.models")
     found = []
     for model in pkgutil.iter_modules(models.__path__):
@@ -127,7 +138,7 @@ def _modules() -> list[str]:
 def _replace(module: ModuleType) -> list[str]:
     """Put our functions into a module; what was replaced, by name."""
     if not hasattr(module, STEP):
-        raise ImportError(f"linattn_tl.compat.transformers: {module.__name__} has {CHUNK} and no {STEP}")
+        raise ImportError(f"it has {CHUNK} and no {STEP}")
     layers = _layers_with_own(module)
     for layer in layers:
         for name, function in (("chunk_gated_delta_rule", _chunk), ("recurrent_gated_delta_rule", _step)):
@@ -192,10 +203,10 @@ def _chunk(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """torch_chunk_gated_delta_rule; what else a model hands on is for its attention layers."""
+    """torch_chunk_gated_delta_rule; of what else a model hands on, for its attention layers, seq_idx counts."""
     return chunk_gated_delta_rule(
         query, key, value, g, beta, None, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=_lengths(cu_seqlens, kwargs.get("seq_idx")),
     )  # fmt: skip
 
 
@@ -213,13 +224,14 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """torch_recurrent_gated_delta_rule: a step on a copy of the state, which a cache may want to keep."""
     given = (query, key, value, g, beta)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if initial_state is None or learns or cu_seqlens is not None or query.shape[1] != 1:
+    plain = query.shape[1] == 1 and cu_seqlens is None and not apply.transformed()
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*given, initial_state))
+    if initial_state is None or learns or not plain:
         return _chunk(
             *given, initial_state=initial_state, output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, **kwargs,
         )  # fmt: skip
-    state = initial_state.detach().to(torch.promote_types(query.dtype, torch.float32), copy=True)
+    state = initial_state.to(torch.promote_types(query.dtype, torch.float32), copy=True)
     with torch.no_grad():
         o = gated_delta_rule_decode(*given, state, qk_l2norm=use_qk_l2norm_in_kernel)
     return o, state if output_final_state else None
@@ -236,7 +248,7 @@ def _apart(convolution: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> torch.Tensor:
         sequence = _sequence_of_tokens(hidden_states.shape[-1], kwargs)
-        if sequence is None:
+        if sequence is None or (kwargs.get("seq_idx") is not None and _has_convolution()):
             return convolution(hidden_states, weight, bias, activation=activation, **kwargs)
         x = hidden_states.to(weight.dtype)
         taps, T = weight.shape[-1], x.shape[-1]
@@ -256,11 +268,34 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return sys.modules["transformers"].activations.ACT2FN[name]
 
 
-def _sequence_of_tokens(T: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """[B or 1, T], the number of each token's sequence, or None where nothing is packed."""
-    if kwargs.get("seq_idx") is not None:
-        return kwargs["seq_idx"]
-    cu = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seqlens"))
-    if cu is None:
-        return None
-    return torch.bucketize(torch.arange(T, device=cu.device), cu[1:], right=True).unsqueeze(0)
+@cache
+def _has_convolution() -> bool:
+    """Whether transformers has a convolution that knows seq_idx."""
+    return importlib.util.find_spec("causal_conv1d") is not None
+
+
+def _sequence_of_tokens(columns: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """[B or 1, columns], the number of each column's sequence, or None where nothing is packed.
+
+    A cache puts columns of the past in front: they belong to the first sequence, which goes on from there.
+    """
+    found, cu = kwargs.get("seq_idx"), kwargs.get("cu_seq_lens_q", kwargs.get("cu_seqlens"))
+    if found is None:
+        if cu is None:
+            return None
+        found = torch.bucketize(torch.arange(int(cu[-1]), device=cu.device), cu[1:], right=True).unsqueeze(0)
+    past = columns - found.shape[-1]
+    return found if past <= 0 else torch.cat([found[..., :1].expand(*found.shape[:-1], past), found], -1)
+
+
+def _lengths(cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """cu_seqlens, or what seq_idx [1, T] says of it."""
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens
+    if seq_idx.shape[0] != 1:
+        raise ValueError(
+            f"linattn_tl.compat.transformers: seq_idx has shape {tuple(seq_idx.shape)}; expected [1, T], "
+            "or cu_seq_lens_q"
+        )
+    begins = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero().flatten() + 1
+    return torch.nn.functional.pad(torch.nn.functional.pad(begins, (1, 0)), (0, 1), value=seq_idx.shape[1])

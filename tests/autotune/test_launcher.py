@@ -22,7 +22,7 @@ from linattn_tl import loader, registry, walks
 from linattn_tl.ops.linear_attention import cpu, trial
 from linattn_tl.ops.linear_attention.definition import Options
 from tl_kernels.linear_attention import cpu as kernels
-from tl_kernels.spec import Problem
+from tl_kernels.spec import Arg, Problem
 
 FINAL = Options(output_final_state=True)
 HEADER = ("N", "T", "H", "HEADS", "K", "V", "SEGMENTS", "SEGMENT_STATES", "THREADS")  # as in cpu.h
@@ -161,6 +161,14 @@ def test_segments_of_kernels_with_other_chunks(runner: cpu.CpuRunner, nan_filled
     inputs, _ = example(trial.Case(T=1056, H=1), 64, 64)
     compare_with_truth(runner, inputs, None, FINAL)
     assert runner.bwd_q.segments() == [3]
+
+
+@pytest.mark.parametrize(("every", "chunk", "reverse"), [(0, 32, False), (48, 32, False), (64, 32, True)])
+def test_states_are_kept_where_chunks_begin(every: int, chunk: int, reverse: bool):
+    args = (*kernels.FWD.args, Arg("states", "chunk", every=every))
+    kernel = dataclasses.replace(kernels.FWD, args=args, reverse=reverse)
+    with pytest.raises(ValueError, match=rf"states kept every \[{every}\] tokens with chunks of {chunk}"):
+        launcher.glue(kernel, PROBLEM, dataclasses.replace(CONFIG, C=chunk), SOURCE)
 
 
 def test_a_short_sequence_is_not_cut(runner: cpu.CpuRunner):

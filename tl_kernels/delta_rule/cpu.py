@@ -38,6 +38,7 @@ Q K^T and K K^T, but have gates of their own. States are walked in panels [colum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tl_kernels.delta_rule.norm import NORM_EPS
 from tl_kernels.spec import MAX_HEAD_DIM, Arg, Kernel, Problem, Target
 
 D_MAX = MAX_HEAD_DIM
@@ -144,13 +145,13 @@ def chunk_fwd(p: Problem, c: Config):
 
             m.load_rows(x, Kp, m.Rows(k, k_row, rows, K), C, load_row)
             if norm > 0:
-                m.normalize_rows(x, Kp, inverse, C)
+                m.normalize_rows(x, Kp, inverse, C, NORM_EPS)
             m.transpose(kT, C, x, Kp, C // 16, Kp // 16)
             m.lower_product(b, C, deep, Kp, lambda i, e: x[i * Kp + e], lambda e, j: kT[e * C + j])
             if emit > 0:
                 m.load_rows(x, Kp, m.Rows(q, q_row, rows, K), C, load_row)
                 if norm > 0:
-                    m.normalize_rows(x, Kp, inverse, C)
+                    m.normalize_rows(x, Kp, inverse, C, NORM_EPS)
                 m.scale_rows(x, C * Kp, scale)
                 m.lower_product(a, C, tile, Kp, lambda i, e: x[i * Kp + e], lambda e, j: kT[e * C + j])
 
@@ -195,9 +196,8 @@ def chunk_fwd(p: Problem, c: Config):
                                 for j in T.serial(T.min(NR, V - jb * NR)):
                                     y[h * y_head + i * y_row + jb * NR + j] = ys[i * NR + j]
                     if keeps > 0:
-                        for e in T.serial(Kp):
-                            for j in T.serial(T.min(NR, Vs - jb * NR)):
-                                states[(h * Kp + e) * Vs + jb * NR + j] = kv[((h * panels + jb) * Kp + e) * NR + j]
+                        m.keep_panel(states, h * Kp * Vs + jb * NR, Vs, T.min(NR, Vs - jb * NR), kv,
+                                     (h * panels + jb) * Kp * NR, NR, Kp)
                     if emit > 0:
                         for ib in T.serial(C // MR):
                             m.clear_tile(tile)
@@ -243,7 +243,7 @@ def chunk_bwd(p: Problem, config: Config):
     from tl_kernels import macros as m
 
     C, MR, NR, io = config.C, config.MR, config.NR, m.storage(p.dtype)
-    load_row, store_row = m.row_format(p.dtype)
+    (load_row, store_row), (load_fp32, _) = m.row_format(p.dtype), m.row_format("float32")
     fma, prefetch, prefetch_fp32 = m.register_tile(MR, NR), m.prefetcher(p.dtype), m.prefetcher("float32")
     n, f32, f64 = T.dynamic("n"), "float32", "float64"
 
@@ -335,11 +335,11 @@ def chunk_bwd(p: Problem, config: Config):
 
             m.load_rows(x, Kp, m.Rows(q, q_row, rows, K), C, load_row)
             if norm > 0:
-                m.normalize_rows(x, Kp, iq, C)
+                m.normalize_rows(x, Kp, iq, C, NORM_EPS)
             m.transpose(qT, C, x, Kp, C // 16, Kp // 16)
             m.load_rows(x, Kp, m.Rows(k, k_row, rows, K), C, load_row)
             if norm > 0:
-                m.normalize_rows(x, Kp, ik, C)
+                m.normalize_rows(x, Kp, ik, C, NORM_EPS)
             m.transpose(kT, C, x, Kp, C // 16, Kp // 16)
             for e in T.serial(Kp * C):
                 dqT[e] = T.float32(0)
@@ -360,7 +360,7 @@ def chunk_bwd(p: Problem, config: Config):
                         z[i * C + j] = T.if_then_else(j < i, w[i * C + j], T.float32(0))  # D below the diagonal
                     for j in T.serial(C):
                         s[i * C + j] = -(z[i * C + j] * b[i * C + j] * bt[i])
-                m.load_fp32_rows(xs, Vp, m.Rows(y, y_row, rows, V, h * y_head), C)
+                m.load_rows(xs, Vp, m.Rows(y, y_row, rows, V, h * y_head), C, load_fp32)
                 for i in T.serial(C):
                     for j in T.serial(Vp):
                         xs[i * Vp + j] *= bt[i]
@@ -600,8 +600,8 @@ def decode(p: Problem, c: DecodeConfig):
                 m.load_rows(xk, D_MAX, m.Rows(k, k_row, rows, K), C, load_row)
                 m.load_rows(xq, D_MAX, m.Rows(q, q_row, rows, K), C, load_row)
                 if norm > 0:
-                    m.normalize_rows(xk, D_MAX, inverse, m.named(rows))
-                    m.normalize_rows(xq, D_MAX, inverse, m.named(rows))
+                    m.normalize_rows(xk, D_MAX, inverse, m.named(rows), NORM_EPS)
+                    m.normalize_rows(xq, D_MAX, inverse, m.named(rows), NORM_EPS)
                 m.scale_rows(xq, rows * D_MAX, scale)
                 for t in T.serial(C):
                     qk[t] = T.float32(0)

@@ -119,6 +119,7 @@ def chunk_fwd(p: Problem, c: Config):
             last = T.alloc_local([C], "float32")
             tile = m.TileShape(MR, NR, T.alloc_local([MR * NR], "float32"), fma)
             Kp = m.round_up(K, 16)
+            Vs = m.round_up(V, 16)  # columns of a kept state
             panels = (V + (NR - 1)) // NR
 
             m.load_rows(x, Kp, m.Rows(k, k_row, rows, K), C, load_row)
@@ -158,11 +159,8 @@ def chunk_fwd(p: Problem, c: Config):
                                 m.Rows(o, o_row, rows, V, h * o_head), tile, ib * MR, jb * NR, store_row
                             )
                     if keeps > 0:
-                        for d in T.serial(Kp):
-                            for j in T.serial(T.min(NR, m.round_up(V, 16) - jb * NR)):
-                                states[(h * Kp + d) * m.round_up(V, 16) + jb * NR + j] = kv[
-                                    ((h * panels + jb) * Kp + d) * NR + j
-                                ]
+                        m.keep_panel(states, h * Kp * Vs + jb * NR, Vs, T.min(NR, Vs - jb * NR), kv,
+                                     (h * panels + jb) * Kp * NR, NR, Kp)
                     if carry > 0:
                         m.multiply_rows(vl, vs, jb * C * NR, last, C, NR)
                         m.update_panel(

@@ -18,10 +18,13 @@ from linattn_tl import apply, calls, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.delta_rule.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.delta_rule.cpu import PASS, STEP, CpuDecode, CpuRunner
+from linattn_tl.ops.delta_rule.cuda import CudaDecode
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Choice, Compiled, Op
 from linattn_tl.repeats import Repeats
+from linattn_tl.spans import refuse_sizes
 from tl_kernels.delta_rule import cpu as kernels
+from tl_kernels.delta_rule import cuda_decode
 from tl_kernels.spec import Problem
 
 __all__ = ["delta_rule", "delta_rule_decode", "gated_delta_rule", "gated_delta_rule_decode"]
@@ -82,7 +85,7 @@ def gated_delta_rule(
     Under torch.autocast, q, k and v are cast to the autocast dtype; otherwise mixed dtypes are promoted.
 
     Where a gradient is wanted, the CPU's kernels keep 4 V + K * V / 16 bytes a token and value head until backward has
-    run.
+    run; under torch.compile nothing is kept, and backward computes it again.
 
     Source: Yang et al. 2024, arXiv 2412.06464, eq. 10, and for the gate Dao and Gu 2024, arXiv 2405.21060.
     """
@@ -206,6 +209,7 @@ def _gates(
         g = _decay_of(op, v, g, A_log, dt_bias)
     if beta_is_logit:
         shapes.check_tensors(op, v=v, beta=beta)
+        shapes.check_dtype(op, "beta", beta.dtype, calls.FLOATS)
         beta = beta.to(calls.wide(v.dtype)).sigmoid()
         beta = 2 * beta if allow_neg_eigval else beta
     return g, beta
@@ -215,8 +219,11 @@ def _decay_of(op: str, v: Any, g: Any, A_log: Any, dt_bias: Any) -> torch.Tensor
     """-exp(A_log) softplus(g + dt_bias)."""
     given = {"A_log": A_log} if dt_bias is None else {"A_log": A_log, "dt_bias": dt_bias}
     shapes.check_tensors(op, v=v, g=g, **given)
-    shapes.check_device(op, "g", g.device, **given)
-    shapes.bind_shapes(op, g=((g.shape[-1] if g.ndim else 0,), "HV"), **{name: (x, "HV") for name, x in given.items()})
+    shapes.check_device(op, "v", v.device, g=g, **given)
+    for name, x in {"g": g, **given}.items():
+        shapes.check_dtype(op, name, x.dtype, calls.FLOATS)
+    HV = v.shape[-2] if v.ndim > 1 else 0
+    shapes.bind_shapes(op, v=((HV,), "HV"), **{name: (x, "HV") for name, x in given.items()})
     wide = calls.wide(v.dtype)
     raw = g.to(wide) if dt_bias is None else g.to(wide) + dt_bias.to(wide)
     return -A_log.to(wide).exp() * softplus(raw)
@@ -240,7 +247,7 @@ def _called(
         if cu_seqlens is None and calls.same(inputs[:5], (q, k, v, g, beta)):
             _passes.served(choice.backend, q.shape, plain, lambda: choice.runner.call(inputs, opt, outputs))
 
-    o, state = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend, remember)
+    o, state = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend, remember, op)
     if o.dtype != v.dtype and calls.autocast_dtype(v) is None:
         o = o.to(v.dtype)
     return o, state
@@ -262,7 +269,7 @@ def _stepped(
         return o
     if out is not None:
         calls.check_out(op, out, state=state)
-    choice = calls.step(DECODE_OP, tokens, {"state": state}, slots, opt, o, backend)
+    choice = calls.step(DECODE_OP, tokens, {"state": state}, slots, opt, o, backend, op)
     if choice.backend in registry.COMPILED and calls.same(tokens, (q, k, v, g, beta)):
         _steps.served(choice.backend, q.shape, plain, lambda: choice.runner.call(*tokens, state, slots, opt, o))
     return o
@@ -355,7 +362,7 @@ def _known(
     dtype = calls.common_dtype(op, (q_dtype, k_dtype, v_dtype), autocast)
     if not isinstance(scale, int | float) and scale is not None:
         raise TypeError(f"{op}: scale is {type(scale).__name__}; expected a number")
-    return n, dtype, Options(n["K"] ** -0.5 if scale is None else float(scale), qk_l2norm, final)
+    return n, dtype, Options(max(n["K"], 1) ** -0.5 if scale is None else float(scale), qk_l2norm, final)
 
 
 def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> None:
@@ -369,9 +376,9 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
     shapes.check_device(op, "q", q.device, **{name: state})
 
 
-def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
+def _check_values(inputs: Sequence[Any], lengths: Any, op: str = NAME) -> None:
     if lengths is not None:
-        shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
+        shapes.check_lengths(op, lengths, inputs[0].shape[1])
 
 
 _OF_GATES = ("A_log", "dt_bias", "beta_is_logit", "allow_neg_eigval")
@@ -414,12 +421,15 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return o, state if opt.output_final_state else None
 
 
-_TRIAL = f"{__name__}.trial"
+_TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
 _PASSES = {"cpu": Compiled((kernels.FWD, kernels.BWD), lambda found, _: CpuRunner(found), _TRIAL)}
-_STEPS = {"cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL)}
+_STEPS = {
+    "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL),
+    "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), _TRIAL_CUDA, refuse_sizes),
+}
 OP = Op(
     name=NAME,
-    call=delta_rule,
+    call=gated_delta_rule,
     bind=_form(delta_rule, _bind),
     impls=with_cupy(loader.impls(_PASSES, TorchRunner), ArrayRunner),
     compiled=_PASSES,
@@ -439,7 +449,7 @@ OP = Op(
 )
 DECODE_OP = Op(
     name=DECODE,
-    call=delta_rule_decode,
+    call=gated_delta_rule_decode,
     bind=_form(delta_rule_decode, _bind_decode),
     impls=with_cupy(loader.impls(_STEPS, lambda: decode), ArrayDecode),
     compiled=_STEPS,

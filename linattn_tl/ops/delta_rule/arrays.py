@@ -35,7 +35,8 @@ from linattn_tl.chunks import (
     swap,
     whole,
 )
-from linattn_tl.ops.delta_rule.definition import NORM_EPS, Options
+from linattn_tl.ops.delta_rule.definition import Options
+from tl_kernels.delta_rule.norm import NORM_EPS
 
 
 def _inverse_norm(xp: Any, x: Array) -> Array:

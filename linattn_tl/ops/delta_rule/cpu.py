@@ -20,7 +20,6 @@ from tl_kernels.delta_rule import cpu as kernels
 
 PASS = (0, 0, 0, 0, 0, 0)  # q, k, v, g, beta, initial state
 STEP = (0, 0, 0, 0, 0, 0, 0, 0)  # q, k, v, g, beta, state, slots, out
-EMIT, LEAVE = 1, 1
 
 
 def _contiguous(state: torch.Tensor | None) -> torch.Tensor | None:

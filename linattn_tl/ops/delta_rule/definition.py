@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from linattn_tl.plain import Outputs, PlainRunner, decays, each, full_precision, packed
+from tl_kernels.delta_rule.norm import NORM_EPS
 
 CHUNK = 64
-NORM_EPS = 1e-6  # below the root of qk_l2norm
 
 
 class Options(NamedTuple):

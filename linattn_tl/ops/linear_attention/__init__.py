@@ -297,9 +297,9 @@ def _known(
     return (n["B"], n["T"], n["T_k"], n["H"], n["HV"]), dtype, opt
 
 
-def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
+def _check_values(inputs: Sequence[Any], lengths: Any, op: str = NAME) -> None:
     if lengths is not None:
-        shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
+        shapes.check_lengths(op, lengths, inputs[0].shape[1])
 
 
 def _bind_decode(

@@ -81,8 +81,8 @@ def simple_gla(
 
     Under torch.autocast, q, k and v are cast to the autocast dtype; otherwise mixed dtypes are promoted.
 
-    Where a gradient is wanted, the CPU's kernels keep a state for every 64 tokens: K * V / 16 bytes a token and value
-    head, until backward has run.
+    Where a gradient is wanted, kernels keep a state for every 64 tokens, K * V / 16 bytes a token and value head (half
+    of that for bfloat16 on a GPU), until backward has run; under torch.compile backward computes them again.
 
     Source: Yang et al. 2023, arXiv 2312.06635, section 3 with one gate a head; Dao and Gu 2024, arXiv 2405.21060.
     """
@@ -367,7 +367,7 @@ def _pass(
         if cu_seqlens is None and calls.same(inputs[:4], (q, k, v, g)):
             _passes.served(choice.backend, q.shape, plain, lambda: choice.runner.call(inputs, opt, outputs))
 
-    o, state = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend, remember)
+    o, state = apply.apply(OP, _problem(inputs), inputs, cu_seqlens, opt, backend, remember, op)
     if o.dtype != v.dtype and calls.autocast_dtype(v) is None:
         o = o.to(v.dtype)
     return o, state
@@ -383,7 +383,7 @@ def _step(op: str, q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, out: 
         return o
     if out is not None:
         calls.check_out(op, out, state=state)
-    choice = calls.step(DECODE_OP, tokens, {"state": state}, slots, opt, o, backend)
+    choice = calls.step(DECODE_OP, tokens, {"state": state}, slots, opt, o, backend, op)
     if choice.backend in registry.COMPILED and calls.same(tokens, (q, k, v, g)):
         _steps.served(choice.backend, q.shape, plain, lambda: choice.runner.call(*tokens, state, slots, opt, o))
     return o
@@ -458,7 +458,7 @@ def _known(
     dtype = calls.common_dtype(op, (q_dtype, k_dtype, v_dtype), autocast)
     if not isinstance(scale, int | float) and scale is not None:
         raise TypeError(f"{op}: scale is {type(scale).__name__}; expected a number")
-    return n, dtype, Options(n["K"] ** -0.5 if scale is None else float(scale), final)
+    return n, dtype, Options(max(n["K"], 1) ** -0.5 if scale is None else float(scale), final)
 
 
 def _cast(op: str, q: Any, k: Any, v: Any, g: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any, Any]:
@@ -480,9 +480,9 @@ def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str,
     shapes.check_device(op, "q", q.device, **{name: state})
 
 
-def _check_values(inputs: Sequence[Any], lengths: Any) -> None:
+def _check_values(inputs: Sequence[Any], lengths: Any, op: str = NAME) -> None:
     if lengths is not None:
-        shapes.check_lengths(NAME, lengths, inputs[0].shape[1])
+        shapes.check_lengths(op, lengths, inputs[0].shape[1])
 
 
 def _form(call: Callable[..., Any], tokens: Callable[..., Any], bind: Callable[..., Any]) -> Callable[..., Problem]:
