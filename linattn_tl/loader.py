@@ -85,6 +85,8 @@ def refuse_binary(compiled: Compiled, problem: Problem) -> str | None:
     if reason or find_all(compiled, problem) is not None:
         return reason
     offered = devices.offered(problem)
+    if not compiled.serving(problem, offered[0]):
+        return _fits_nothing(problem, offered[0])
     missing = ", ".join(_stage(k) for k in _missing(compiled, problem, offered[0]))
     levels = " or ".join(t.arch for t in offered)
     if problem.device == "cpu":
@@ -96,10 +98,18 @@ def refuse_binary(compiled: Compiled, problem: Problem) -> str | None:
     )
 
 
+def _fits_nothing(problem: Problem, device: Target) -> str:
+    return f"K={problem.K}, V={problem.V} in {problem.dtype}: no kernel of {problem.op} fits {device.arch}"
+
+
 def refuse_jit(compiled: Compiled, problem: Problem) -> str | None:
-    reason = refuse_problem(compiled, problem) or build.missing_tools(devices.offered(problem)[0])
+    reason = refuse_problem(compiled, problem)
     if reason:
         return reason
+    device = devices.offered(problem)[0]
+    reason = build.missing_tools(device)
+    if reason or not compiled.serving(problem, device):
+        return reason or _fits_nothing(problem, device)
     if multiprocessing.current_process().daemon:
         return "building takes child processes, which a daemonic process may not have; `preload` in its parent"
     return None

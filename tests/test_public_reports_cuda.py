@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from autotune import target
+from autotune import cuda_build, target
 from autotune.target import SHARED_LIMIT
-from linattn_tl import launchers
+from linattn_tl import devices, launchers, loader, registry
 from linattn_tl.launchers import CudaLauncher, EmulatedLauncher
 from linattn_tl.ops.linear_attention.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.linear_attention.definition import Options
@@ -19,6 +19,7 @@ from linattn_tl.ops.simple_gla import cuda as simple_gla
 from linattn_tl.spans import refuse_sizes
 from tests.emulated import BF16, FP32, K, V, binary, launcher
 from tests.test_cuda_runner import ALL, example
+from tl_kernels.delta_rule import cuda as delta
 from tl_kernels.linear_attention import cuda
 from tl_kernels.simple_gla import cuda as gated
 from tl_kernels.spec import DTYPES, Kernel, Problem
@@ -57,6 +58,7 @@ def test_R18_gated_results_do_not_depend_on_the_order_of_threads(arch: str, dtyp
 
 
 MAY_BE_TOO_LARGE = ("backward_kv", "gla.backward")  # for a program; then others do their work
+NOT_IN_FLOAT32 = ("delta_rule.forward",)  # with a large K; the call is then refused in words
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
@@ -64,14 +66,25 @@ def test_R10_no_config_needs_more_shared_memory_than_its_architecture_has(arch: 
     """What a config is said to need is a bound on what is allocated: test_cuda_linear_attention.py."""
     device = target.named(arch)
     assert device.smem_bytes == SHARED_LIMIT[arch]
-    for kernel in (*cuda.KERNELS, *gated.KERNELS):
+    for kernel in (*cuda.KERNELS, *gated.KERNELS, *delta.KERNELS):
         for dtype in DTYPES:
             if kernel.name == "linear_attention.forward":
                 problems = [Problem("linear_attention", dtype, D, D) for D in (64, 128, 256)]
                 needs = [cuda.smem_bytes(p, c) for p in problems for c in kernel.configs(p, device)]
                 assert max(needs) <= SHARED_LIMIT[arch], (kernel.name, dtype)
             offered = {D: kernel.configs(Problem(kernel.op, dtype, D, D), device) for D in (64, 128, 256)}
-            assert all(offered.values()) or kernel.name.endswith(MAY_BE_TOO_LARGE), (kernel.name, dtype)
+            spared = (*MAY_BE_TOO_LARGE, *(NOT_IN_FLOAT32 if dtype != "bfloat16" else ()))
+            assert all(offered.values()) or kernel.name.endswith(spared), (kernel.name, dtype)
+
+
+def test_R10_what_fits_no_program_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "offered", lambda problem: [target.named("sm_86")])
+    monkeypatch.setattr(devices, "refuse", lambda problem: None)
+    problem = Problem("delta_rule", "float32", 256, 64, "cuda")
+    compiled = registry.get_op("delta_rule").compiled["cuda"]
+    said = "K=256, V=64 in float32: no kernel of delta_rule fits sm_86"
+    assert loader.refuse_binary(compiled, problem) == said
+    assert loader.refuse_jit(compiled, problem) in (said, cuda_build.missing())
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 80, 96, 100, 112, 128, 160, 192, 224, 256, 272])
@@ -83,7 +96,7 @@ def test_R09_every_head_dim_has_kernels_or_is_refused_in_words(width: int):
             if reason is not None:
                 assert "multiples of 16 up to 256" in reason and (k % 16 or v % 16 or max(k, v) > 256)
                 continue
-            assert all(_has_config(kernel, problem) for kernel in (*cuda.KERNELS, *gated.KERNELS))
+            assert all(_has_config(kernel, problem) for kernel in (*cuda.KERNELS, *gated.KERNELS, *delta.KERNELS))
 
 
 def _has_config(kernel: Kernel, problem: Problem) -> bool:

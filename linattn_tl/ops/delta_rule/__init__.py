@@ -18,12 +18,13 @@ from linattn_tl import apply, calls, loader, registry, shapes
 from linattn_tl.arrays import with_cupy
 from linattn_tl.ops.delta_rule.arrays import ArrayDecode, ArrayRunner
 from linattn_tl.ops.delta_rule.cpu import PASS, STEP, CpuDecode, CpuRunner
-from linattn_tl.ops.delta_rule.cuda import CudaDecode
+from linattn_tl.ops.delta_rule.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode
 from linattn_tl.registry import Autograd, Choice, Compiled, Op
 from linattn_tl.repeats import Repeats
-from linattn_tl.spans import refuse_sizes
+from linattn_tl.spans import refuse_sizes, serving
 from tl_kernels.delta_rule import cpu as kernels
+from tl_kernels.delta_rule import cuda as cuda_kernels
 from tl_kernels.delta_rule import cuda_decode
 from tl_kernels.spec import Problem
 
@@ -421,8 +422,14 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return o, state if opt.output_final_state else None
 
 
+_CUDA_PASSES = (cuda_kernels.FORWARD,)
 _TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
-_PASSES = {"cpu": Compiled((kernels.FWD, kernels.BWD), lambda found, _: CpuRunner(found), _TRIAL)}
+_PASSES = {
+    "cpu": Compiled((kernels.FWD, kernels.BWD), lambda found, _: CpuRunner(found), _TRIAL),
+    "cuda": Compiled(
+        _CUDA_PASSES, lambda found, _: CudaRunner(found), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
+    ),
+}
 _STEPS = {
     "cpu": Compiled((kernels.DECODE,), lambda found, _: CpuDecode(found), _TRIAL),
     "cuda": Compiled((cuda_decode.DECODE,), lambda found, _: CudaDecode(found), _TRIAL_CUDA, refuse_sizes),
