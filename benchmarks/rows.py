@@ -49,7 +49,7 @@ def measured(name: str, case: Callable[[], dict[str, Form]], threads: int) -> Ro
         runs = case()
         start = time.perf_counter()
         runs["ours"]()
-        rounds = ROUNDS if time.perf_counter() - start < 1 else 3
+        rounds = ROUNDS if time.perf_counter() - start < 1 else 7
         times = measure.interleaved(runs, rounds=rounds, min_round_s=5e-3)
     ours = times["ours"].median_us
     return Row(name, threads, ours / 1e3, {n: t.median_us / ours for n, t in times.items() if n != "ours"})
