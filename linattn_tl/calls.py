@@ -75,6 +75,21 @@ def bind_slots(op: str, slots: Any, q: torch.Tensor) -> None:
     shapes.check_device(op, "q", q.device, slots=slots)
 
 
+# ---- states
+
+
+def check_kv(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> None:
+    """state is [N, HV, K, V] in the dtype of states; n has the sizes, and letter names the first."""
+    letters = (letter, "HV", "K", "V")
+    if not isinstance(state, torch.Tensor):
+        raise TypeError(f"{op}: {name} is {type(state).__name__}; expected a tensor [{', '.join(letters)}]")
+    expected = tuple(n[x] for x in letters)
+    if tuple(state.shape) != expected:
+        raise ValueError(f"{op}: {name} has shape {tuple(state.shape)}; expected [{', '.join(letters)}] = {expected}")
+    shapes.check_dtype(op, name, state.dtype, (wide(q.dtype),))
+    shapes.check_device(op, "q", q.device, **{name: state})
+
+
 # ---- steps, which write in place
 
 

@@ -296,7 +296,7 @@ def _bind(
     n, tokens, opt = _bind_tokens(op, "B T", q, k, v, g, beta, scale, qk_l2norm, output_final_state)
     N = n["B"] if cu_seqlens is None else calls.bind_lengths(op, cu_seqlens, q)
     if initial_state is not None:
-        _check_state(op, "initial_state", initial_state, {**n, "N": N}, "N", tokens[0])
+        calls.check_kv(op, "initial_state", initial_state, {**n, "N": N}, "N", tokens[0])
     return (*tokens, initial_state), opt
 
 
@@ -322,7 +322,7 @@ def _bind_decode(
         calls.bind_slots(op, slots, q)
         rows = state.shape[0] if isinstance(state, torch.Tensor) and state.ndim else rows
     calls.refuse_transforms(op, op.removesuffix("_decode"))
-    _check_state(op, "state", state, {**n, "P": rows}, "P", tokens[0])
+    calls.check_kv(op, "state", state, {**n, "P": rows}, "P", tokens[0])
     calls.refuse_gradients(op, q=q, k=k, v=v, g=g, beta=beta, state=state, out=out)
     return tokens, opt
 
@@ -364,17 +364,6 @@ def _known(
     if not isinstance(scale, int | float) and scale is not None:
         raise TypeError(f"{op}: scale is {type(scale).__name__}; expected a number")
     return n, dtype, Options(max(n["K"], 1) ** -0.5 if scale is None else float(scale), qk_l2norm, final)
-
-
-def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> None:
-    letters = (letter, "HV", "K", "V")
-    if not isinstance(state, torch.Tensor):
-        raise TypeError(f"{op}: {name} is {type(state).__name__}; expected a tensor [{', '.join(letters)}]")
-    expected = tuple(n[x] for x in letters)
-    if tuple(state.shape) != expected:
-        raise ValueError(f"{op}: {name} has shape {tuple(state.shape)}; expected [{', '.join(letters)}] = {expected}")
-    shapes.check_dtype(op, name, state.dtype, (calls.wide(q.dtype),))
-    shapes.check_device(op, "q", q.device, **{name: state})
 
 
 def _check_values(inputs: Sequence[Any], lengths: Any, op: str = NAME) -> None:

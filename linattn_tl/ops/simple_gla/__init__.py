@@ -414,7 +414,7 @@ def _bind(
     q, k, v, g = _cast(op, q, k, v, g, dtype)
     N = n["B"] if cu_seqlens is None else calls.bind_lengths(op, cu_seqlens, q)
     if initial_state is not None:
-        _check_state(op, "initial_state", initial_state, {**n, "N": N}, "N", q)
+        calls.check_kv(op, "initial_state", initial_state, {**n, "N": N}, "N", q)
     return (q, k, v, g, initial_state), opt
 
 
@@ -437,7 +437,7 @@ def _bind_decode(
         calls.bind_slots(op, slots, q)
         rows = state.shape[0] if isinstance(state, torch.Tensor) and state.ndim else rows
     calls.refuse_transforms(op, op.removesuffix("_decode"))
-    _check_state(op, "state", state, {**n, "P": rows}, "P", q)
+    calls.check_kv(op, "state", state, {**n, "P": rows}, "P", q)
     calls.refuse_gradients(op, **given)
     return (q, k, v, g), opt
 
@@ -467,17 +467,6 @@ def _cast(op: str, q: Any, k: Any, v: Any, g: Any, dtype: torch.dtype | None) ->
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v, g.to(calls.wide(q.dtype))
-
-
-def _check_state(op: str, name: str, state: Any, n: dict[str, int], letter: str, q: torch.Tensor) -> None:
-    letters = (letter, "HV", "K", "V")
-    if not isinstance(state, torch.Tensor):
-        raise TypeError(f"{op}: {name} is {type(state).__name__}; expected a tensor [{', '.join(letters)}]")
-    expected = tuple(n[x] for x in letters)
-    if tuple(state.shape) != expected:
-        raise ValueError(f"{op}: {name} has shape {tuple(state.shape)}; expected [{', '.join(letters)}] = {expected}")
-    shapes.check_dtype(op, name, state.dtype, (calls.wide(q.dtype),))
-    shapes.check_device(op, "q", q.device, **{name: state})
 
 
 def _check_values(inputs: Sequence[Any], lengths: Any, op: str = NAME) -> None:
