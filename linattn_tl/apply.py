@@ -3,8 +3,8 @@
 A runner computes
 
     forward(inputs, lengths, options, keep=True) -> (outputs, saved), None for an output that was not asked for, or for
-        what only backward needs when keep is False; a runner may keep more than its op's `saved`, or, where saved is
-        empty, something, and must do without it
+        what only backward needs when keep is False. A runner may keep more than its op's `saved` names, if its backward
+        can do without: under torch.compile it gets no more than those
     backward(inputs, outputs, saved, lengths, grads, needs, options) -> a gradient or None for each input
 
 One with differentiable = True is written in plain torch; any other goes through the autograd.Function here, whose

@@ -92,3 +92,38 @@ def packed(form: Callable[..., Outputs], tokens: Sequence[Any], state: Any, leng
         return v.new_zeros(v.shape), state
     o, states = zip(*parts, strict=True)
     return torch.cat(o, 1), torch.cat(states)
+
+
+class FormRunner(PlainRunner):
+    """A form (*tokens, state, options) -> (o, state) as a runner; inputs are tokens, q, k and v first, and a state."""
+
+    def __init__(self, form: Callable[..., Outputs]):
+        self.form = form
+
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Any, keep: bool = True) -> tuple[Any, Any]:
+        *tokens, initial = inputs
+        with full_precision(inputs[0]):
+            o, state = packed(self.form, tokens, initial, lengths, opt)
+        if state is initial and state is not None:  # without a token: it belongs to the caller
+            state = state.clone()
+        return (o, state if opt.output_final_state else None), ()
+
+
+@torch.no_grad()
+def step(form: Callable[..., Outputs], tokens: Any, state: Any, slots: Any, opt: Any, out: Any) -> Any:
+    """One step of a form in place on the pool's rows; q [B, H, K] or [B, n, H, K] comes first. Returns out."""
+    if tokens[0].ndim == 3:
+        step(form, each(lambda x: x.unsqueeze(1), *tokens), state, slots, opt, out.unsqueeze(1))
+        return out
+    with full_precision(tokens[0]):
+        if slots is None:
+            o, new = form(*tokens, state, opt)
+            state.copy_(new)
+            return out.copy_(o)
+        live = slots >= 0
+        picked = slots[live].long()
+        o, new = form(*each(lambda x: x[live], *tokens), state[picked], opt)
+    state[picked] = new.to(state.dtype)
+    out[live] = o.to(out.dtype)
+    out[~live] = 0  # last: out may be one of the inputs
+    return out

@@ -166,6 +166,26 @@ def decode_cases() -> tuple[Case, ...]:
     )
 
 
+# ---- gates of those that have them
+
+GATES = ("near", "strong", "kept", "forgotten", "mixed")  # of decays, as an option of a case
+
+
+def gates(kind: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """Natural logarithms of decays."""
+    mild = -(torch.rand(*shape, generator=g) ** 2)
+    if kind == "strong":
+        return torch.full(shape, -27.6)  # 1e-12 a token
+    if kind == "kept":
+        return torch.zeros(shape)
+    if kind == "forgotten":
+        return torch.full(shape, -torch.inf)
+    if kind == "mixed":
+        pick = torch.rand(*shape, generator=g)
+        return mild.masked_fill(pick < 0.1, -torch.inf).masked_fill(pick > 0.9, 0.0).where(pick < 0.6, mild - 30)
+    return mild
+
+
 # ---- tensors of a case
 
 

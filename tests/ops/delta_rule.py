@@ -10,10 +10,12 @@ from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, chunked, 
 from tests.conformance import (
     BACKENDS,
     DTYPES,
+    GATES,
     Case,
     Subject,
     Tensors,
     decode_cases,
+    gates,
     generator,
     index_of,
     relayout,
@@ -21,22 +23,6 @@ from tests.conformance import (
 )
 
 DEFINITION = TorchRunner(recurrent)
-GATES = ("near", "strong", "kept", "forgotten", "mixed")  # decays of the last few options of a case
-
-
-def gates(kind: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    """Natural logarithms of decays."""
-    mild = -(torch.rand(*shape, generator=g) ** 2)
-    if kind == "strong":
-        return torch.full(shape, -27.6)  # 1e-12 a token
-    if kind == "kept":
-        return torch.zeros(shape)
-    if kind == "forgotten":
-        return torch.full(shape, -torch.inf)
-    if kind == "mixed":
-        pick = torch.rand(*shape, generator=g)
-        return mild.masked_fill(pick < 0.1, -torch.inf).masked_fill(pick > 0.9, 0.0).where(pick < 0.6, mild - 30)
-    return mild
 
 
 def options_of(case: Case) -> tuple[Options, str]:

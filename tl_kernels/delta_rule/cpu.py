@@ -465,18 +465,13 @@ def chunk_bwd(p: Problem, config: Config):
                     if gates > 0:
                         m.add_inner(total, lanes, states, h * Kp * Vs + jb * NR, Vs, T.min(NR, Vs - jb * NR), kv,
                                     (h * panels + jb) * Kp * NR, NR, Kp)
-                    for ib in T.serial(Kp // MR):
-                        for e in T.serial(MR * NR):
-                            tile.acc[e] = kv[((h * panels + jb) * Kp + ib * MR) * NR + e] * first[C - 1]
-                        for e in T.serial(MR * NR):
-                            kv[((h * panels + jb) * Kp + ib * MR) * NR + e] = tile.acc[e]
                     for t in T.serial(C):
                         for j in T.serial(NR):
                             fz[t * NR + j] = x[t * Vp + jb * NR + j] * first[t]
                             xp[t * NR + j] = xs[t * Vp + jb * NR + j] * minus[t]
                     for ib in T.serial(Kp // MR):
                         for e in T.serial(MR * NR):
-                            tile.acc[e] = kv[((h * panels + jb) * Kp + ib * MR) * NR + e]
+                            tile.acc[e] = kv[((h * panels + jb) * Kp + ib * MR) * NR + e] * first[C - 1]
                         fma(tile.acc, C, lambda i, t: qT[(ib * MR + i) * C + t], lambda t, j: fz[t * NR + j])
                         fma(tile.acc, C, lambda i, t: kT[(ib * MR + i) * C + t], lambda t, j: xp[t * NR + j])
                         for e in T.serial(MR * NR):

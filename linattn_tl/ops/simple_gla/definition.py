@@ -4,12 +4,12 @@
 chunked, on any device and dtype, differentiable any number of times.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from linattn_tl.plain import Outputs, PlainRunner, decays, full_precision, packed
+from linattn_tl.plain import FormRunner, Outputs, decays, step
 
 CHUNK = 64
 
@@ -55,36 +55,13 @@ def chunked(q: Any, k: Any, v: Any, g: Any, state: Any, opt: Options, chunk: int
     return torch.cat(parts, 2).transpose(1, 2).to(out_dtype), state
 
 
-class TorchRunner(PlainRunner):
+class TorchRunner(FormRunner):
     """The torch backend, and with form=recurrent the definition."""
 
     def __init__(self, form: Callable[..., Outputs] = chunked):
-        self.form = form
-
-    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        with full_precision(inputs[0]):
-            o, state = packed(self.form, inputs[:4], inputs[4], lengths, opt)
-        if state is inputs[4] and state is not None:  # without a token: it belongs to the caller
-            state = state.clone()
-        return (o, state if opt.output_final_state else None), ()
+        super().__init__(form)
 
 
-@torch.no_grad()
 def decode(q: Any, k: Any, v: Any, g: Any, state: Any, slots: Any, opt: Options, out: Any) -> Any:
     """One step in place on the pool's rows; q [B, H, K] or [B, n, H, K]. The decode op's torch backend."""
-    if q.ndim == 3:
-        q, k, v, g = (x.unsqueeze(1) for x in (q, k, v, g))
-        decode(q, k, v, g, state, slots, opt, out.unsqueeze(1))
-        return out
-    with full_precision(q):
-        if slots is None:
-            o, new = recurrent(q, k, v, g, state, opt)
-            state.copy_(new)
-            return out.copy_(o)
-        live = slots >= 0
-        picked = slots[live].long()
-        o, new = recurrent(q[live], k[live], v[live], g[live], state[picked], opt)
-    state[picked] = new.to(state.dtype)
-    out[live] = o.to(out.dtype)
-    out[~live] = 0  # last: out may be one of the inputs
-    return out
+    return step(recurrent, (q, k, v, g), state, slots, opt, out)
