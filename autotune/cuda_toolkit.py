@@ -9,6 +9,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -25,6 +26,7 @@ PACKAGES = {  # Python packages, from CUDA 13 on; what each program is in
 }
 INSTALL = "pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl"
 NVCC_FLAGS = ("-cubin", "-O3", "-std=c++20", "-w", "-Xptxas", "-v")
+SPARING_FLAGS = ("-Xptxas", "--register-usage-level=0")  # ptxas keeps fewer addresses and constants for later use
 WATCHED = {  # instructions that say how a kernel works: first words of SASS mnemonics
     "HGMMA": "matrix products of a warpgroup (sm_90a)",
     "HMMA": "matrix products of a warp",
@@ -109,9 +111,23 @@ class Cubin:
     data: bytes
     functions: dict[str, FunctionReport]
 
+    @property
+    def spill_bytes(self) -> int:
+        return sum(f.spill_bytes for f in self.functions.values())
+
 
 def compile_cubin(source: str, arch: str) -> Cubin:
-    """nvcc on CUDA C++ that TileLang emitted. BuildError names the arch and the first error."""
+    """nvcc on CUDA C++ that TileLang emitted. BuildError names the arch and the first error.
+
+    What spills registers is compiled again with fewer values kept for later use; the one that spills less is it.
+    """
+    found = _compile(source, arch, NVCC_FLAGS)
+    if not found.spill_bytes:
+        return found
+    return min(found, _compile(source, arch, (*NVCC_FLAGS, *SPARING_FLAGS)), key=lambda cubin: cubin.spill_bytes)
+
+
+def _compile(source: str, arch: str, flags: Sequence[str]) -> Cubin:
     if toolkit().missing:
         raise BuildError(toolkit().missing)
     tilelang = _tilelang_folder()
@@ -119,7 +135,7 @@ def compile_cubin(source: str, arch: str) -> Cubin:
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
         file.write_text(source)
-        command = [toolkit().nvcc, *NVCC_FLAGS, f"-arch={arch}", *(f"-I{i}" for i in include), str(file)]
+        command = [toolkit().nvcc, *flags, f"-arch={arch}", *(f"-I{i}" for i in include), str(file)]
         said = _run([*command, "-o", str(out)], f"nvcc failed for {arch}")
         return Cubin(out.read_bytes(), parse_ptxas(said))
 

@@ -112,6 +112,28 @@ def spans_of(walk: Walk, bounds: Sequence[int]) -> Iterator[Span]:
             yield Span(n, slot + i, token, min(token + walk.segment, last))
 
 
+# ---- memory that a launch fills
+
+
+def new_states(count: int, walk: Walk, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(count, walk.HV, walk.K, walk.V, dtype=torch.float32, device=like.device)
+
+
+def unchanged(start: torch.Tensor | None, walk: Walk, like: torch.Tensor) -> torch.Tensor:
+    """What a walk without tokens ends with: the initial state, in memory of its own, or zeros."""
+    return new_states(walk.sequences, walk, like).zero_() if start is None else start.clone()
+
+
+def chunk_states(walk: Walk, C: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For the state before each chunk of C tokens, in the slots of m.find_chunk (tl_kernels/cuda_macros.py)."""
+    chunks = walk._replace(segment=C).spans
+    return torch.empty(chunks, walk.HV, walk.K, walk.V, dtype=dtype, device=like.device)
+
+
+def rows_of(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.shape[0]
+
+
 # ---- sizes of a launch
 
 

@@ -1,11 +1,15 @@
 """The delta rule on CUDA: its kernels and its runners under the emulator, against the definition."""
 
+import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from autotune import target
+from autotune.target import SHARED_LIMIT
 from autotune.verify import VerificationError, check_close
 from linattn_tl import UnsupportedError, trials
 from linattn_tl.ops.delta_rule import trial_cuda
@@ -13,11 +17,14 @@ from linattn_tl.ops.delta_rule.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode, normalized, recurrent
 from linattn_tl.plain import each
 from linattn_tl.truths import truth
-from tests.emulated import BF16, FP32, K, V, awkward, binary, launcher
+from tests.emulated import BF16, FP32, K, V, awkward, binary, launcher, lowered
 from tl_kernels.cuda_sizes import Blocks
-from tl_kernels.delta_rule.cuda import FORWARD
+from tl_kernels.delta_rule.cuda import BACKWARD, FORWARD, KERNELS
 from tl_kernels.delta_rule.cuda_decode import DECODE
-from tl_kernels.spec import Kernel, Problem
+from tl_kernels.delta_rule.cuda_sizes import backward_layout, forward_layout
+from tl_kernels.spec import DTYPES, Kernel, Problem
+
+GRADS = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -32,25 +39,49 @@ def problem(dtype: str, k: int = K, v: int = V) -> Problem:
         ("sm_80", "float32", K, V),
         ("sm_90a", "bfloat16", K, V),
         ("sm_90a", "bfloat16", 128, 128),
-        ("sm_86", "float16", 48, 80),
+        ("sm_86", "float16", 32, 80),
     ],
 )
-@pytest.mark.parametrize("kernel", [FORWARD, DECODE], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_conformance(kernel: Kernel, arch: str, dtype: str, k: int, v: int):
     p = problem(dtype, k, v)
     trial_cuda.check(kernel, p, launcher(kernel, p, arch))
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "size", "config"),
+    ("kernel", "arch", "dtype", "size", "config"),
     [
-        ("sm_80", "bfloat16", 64, (64, 64, 32, 128, 0)),  # more than one block of V, nothing ahead
-        ("sm_120a", "bfloat16", 192, (32, 256, 64, 256, 0)),  # a K that is padded
+        (FORWARD, "sm_80", "bfloat16", 64, (64, 64, 32, 128, 0)),  # more than one block of V, nothing ahead
+        (FORWARD, "sm_120a", "bfloat16", 192, (32, 256, 64, 256, 0)),  # a K that is padded
+        (BACKWARD, "sm_100a", "bfloat16", 64, (32, 64, 32, 128, 1)),
+        (BACKWARD, "sm_90a", "float32", 48, (32, 64, 32, 128, 0)),
     ],
+    ids=lambda x: getattr(x, "name", None),
 )
-def test_other_schedules(arch: str, dtype: str, size: int, config: tuple[int, ...]):
+def test_other_schedules(kernel: Kernel, arch: str, dtype: str, size: int, config: tuple[int, ...]):
     p = problem(dtype, size, size)
-    trial_cuda.check(FORWARD, p, launcher(FORWARD, p, arch, Blocks(*config)))
+    trial_cuda.check(kernel, p, launcher(kernel, p, arch, Blocks(*config)))
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_backward_reads_the_states_that_forward_leaves(arch: str):
+    """Each config of forward can leave the states that each config of backward reads."""
+    for dtype in DTYPES:
+        for D in (32, 64, 96, 128, 256):
+            forward, backward = (k.configs(problem(dtype, D, D), target.named(arch)) for k in (FORWARD, BACKWARD))
+            assert all(b.C % f.C == 0 for f in forward for b in backward)
+            assert len({b.C for b in backward}) < 2
+            assert forward or not backward
+
+
+@pytest.mark.parametrize("kernel", [FORWARD, BACKWARD], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("arch", "dtype", "size"), [("sm_90a", "bfloat16", 128), ("sm_80", "float32", 32)])
+def test_what_is_allocated_fits(kernel: Kernel, arch: str, dtype: str, size: int):
+    """What a config is said to need is a bound on what is allocated."""
+    p, layout = problem(dtype, size, size), forward_layout if kernel is FORWARD else backward_layout
+    config = kernel.configs(p, target.named(arch))[0]
+    found = re.search(r"MaxDynamicSharedMemorySize, (\d+)", lowered(kernel, p, config, arch).source)
+    assert found and int(found[1]) <= layout(p)(config.BK, config.BV).smem_bytes(p, config)
 
 
 class Wrong:
@@ -60,7 +91,7 @@ class Wrong:
         self.right, self.name, self.by = binary(f"delta_rule.{stage}", *FP32), name, by
         self.config, self.kept = self.right.config, {}
         step = ("q", "k", "v", "g", "beta", "o", "kv", "slots")
-        self.names = step if stage == "decode" else trial_cuda.TENSORS
+        self.names = step if stage == "decode" else trial_cuda.TENSORS[stage]
 
     def pack(self, numbers: Any) -> Any:
         return self.right.pack(numbers)
@@ -79,16 +110,20 @@ class Wrong:
         ("decode", "kv", "kv has relative RMS error"),
         ("forward", "o", "o has relative RMS error"),
         ("forward", "kv1", "kv1 has relative RMS error"),
+        ("forward", "y", "y has relative RMS error"),
+        ("forward", "states", "states has relative RMS error"),
         ("forward", "k", "k changed in"),
+        *(("backward", name, f"{name} has relative RMS error") for name in (*GRADS[:5], "dkv0")),
+        ("backward", "states", "states changed in"),
     ],
 )
 def test_a_wrong_kernel_does_not_pass(stage: str, name: str, said: str):
-    kernel = DECODE if stage == "decode" else FORWARD
+    kernel = {"decode": DECODE, "forward": FORWARD, "backward": BACKWARD}[stage]
     with pytest.raises(VerificationError, match=said):
         trial_cuda.check(kernel, problem("float32"), Wrong(stage, name, 1.001))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kernel", [FORWARD, DECODE], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_workload(kernel: Kernel):
     run = binary(kernel.name, *FP32)
     before = run.launches
@@ -101,7 +136,7 @@ def test_workload(kernel: Kernel):
 
 
 def runner(arch: str, dtype: str) -> CudaRunner:
-    return CudaRunner({"delta_rule.forward": binary("delta_rule.forward", arch, dtype)})
+    return CudaRunner({kernel.name: binary(kernel.name, arch, dtype) for kernel in (FORWARD, BACKWARD)})
 
 
 def tokens(
@@ -117,7 +152,7 @@ def tokens(
 
 
 def check(run: CudaRunner, inputs: list[Any], opt: Options, cu: tuple[int, ...] | None = None) -> None:
-    """Forward, and the gradients, which are plain torch's."""
+    """Forward, and the gradients: from what forward has kept, and without."""
     dtype, lengths = str(inputs[0].dtype).removeprefix("torch."), None if cu is None else torch.tensor(cu)
     exact = truth(TorchRunner(recurrent), inputs, lengths, opt)
     results, saved = run.forward(inputs, lengths, opt)
@@ -126,10 +161,13 @@ def check(run: CudaRunner, inputs: list[Any], opt: Options, cu: tuple[int, ...] 
         if x is not None:
             check_close(name, x, want, dtype=dtype)
     needs = [x is not None for x in inputs]
-    found = run.backward(inputs, results, saved, lengths, exact.upstream, needs, opt)
-    for name, x, want in zip(("dq", "dk", "dv", "dg", "dbeta", "dstate"), found, exact.grads, strict=True):
-        if x is not None:
-            check_close(name, x, torch.zeros_like(x).double() if want is None else want, dtype=dtype)
+    for kept in (saved, ()) if saved else ((),):
+        found = run.backward(inputs, results, kept, lengths, exact.upstream, needs, opt)
+        for name, x, want, given in zip(GRADS, found, exact.grads, inputs, strict=True):
+            assert (x is None) == (given is None), name
+            if x is not None:
+                assert x.dtype is given.dtype and x.shape == given.shape
+                check_close(name, x, torch.zeros_like(x).double() if want is None else want, dtype=dtype)
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
@@ -145,15 +183,39 @@ def test_packed(arch: str, dtype: str):
     check(runner(arch, dtype), tokens(dtype, T=100, state=True, sequences=6), Options(0.5, True, True), cu)
 
 
+def test_every_subset_of_gradients():
+    """Each is what it is among all; one that is not wanted is not there."""
+    inputs, opt, run = tokens(T=20, state=True), Options(0.5, output_final_state=True), runner(*FP32)
+    results, saved = run.forward(inputs, None, opt)
+    upstream = each(torch.randn_like, *results)
+    every = run.backward(inputs, results, saved, None, upstream, [True] * 6, opt)
+    for needs in product((True, False), repeat=6):
+        found = run.backward(inputs, results, saved, None, upstream, needs, opt)
+        for x, y, need in zip(found, every, needs, strict=True):
+            assert torch.equal(x, y) if need else x is None
+
+
+def test_gradients_of_o_or_of_the_state_alone():
+    inputs, opt, run = tokens(T=40, state=True), Options(0.5, output_final_state=True), runner(*FP32)
+    results, saved = run.forward(inputs, None, opt)
+    upstream = each(torch.randn_like, *results)
+    halves = [run.backward(inputs, results, saved, None, x, [True] * 6, opt) for x in
+              ((upstream[0], None), (None, upstream[1]))]  # fmt: skip
+    every = run.backward(inputs, results, saved, None, upstream, [True] * 6, opt)
+    for name, a, b, both in zip(GRADS, *halves, every, strict=True):
+        check_close(name, a + b, both.double(), dtype="float32")
+
+
 @pytest.mark.usefixtures("fresh_choices")
-def test_gradients_are_a_fallback_that_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    check(runner(*FP32), tokens(T=5), Options(output_final_state=True))
-    assert (
-        "delta_rule: served by the torch backend" in caplog.text and "backward pass has no CUDA kernel" in caplog.text
-    )
+def test_without_a_kernel_gradients_are_a_fallback_that_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    run = CudaRunner({FORWARD.name: binary(FORWARD.name, *FP32)})
+    check(run, tokens(T=5), Options(output_final_state=True))
+    assert "delta_rule: served by the torch backend" in caplog.text and "no kernel of the backward pass" in caplog.text
     monkeypatch.setenv("LINATTN_TL_STRICT", "1")
-    with pytest.raises(UnsupportedError, match="backward pass has no CUDA kernel"):
-        check(runner(*FP32), tokens(T=5), Options(output_final_state=True))
+    with pytest.raises(UnsupportedError, match="no kernel of the backward pass"):
+        check(run, tokens(T=5), Options(output_final_state=True))
 
 
 @pytest.mark.parametrize("state", [True, False])
@@ -164,21 +226,34 @@ def test_nothing_to_walk(B: int, T: int, state: bool):
     assert o.shape == (B, T, 2, V) and final.shape == (B, 2, K, V)
     assert torch.equal(final, torch.zeros_like(final) if inputs[5] is None else inputs[5])
     assert inputs[5] is None or final.data_ptr() != inputs[5].data_ptr() or B == 0
+    needs, upstream = [x is not None for x in inputs], (torch.ones_like(o), torch.ones_like(final))
+    found = runner(*FP32).backward(inputs, (o, final), (), None, upstream, needs, Options())
+    assert all(x is None or x.shape == given.shape for x, given in zip(found, inputs, strict=True))
+    assert inputs[5] is None or torch.equal(found[5], upstream[1])
 
 
 @pytest.mark.parametrize("how", ["strided", "transposed", "negated", "misaligned"])
 def test_awkward_memory(how: str):
-    inputs, opt = tokens(B=2, state=True), Options(0.3, output_final_state=True)
-    (o, final), _ = runner(*FP32).forward(inputs, None, opt)
-    (p, last), _ = runner(*FP32).forward(each(lambda x: awkward(x, how), *inputs), None, opt)
-    assert torch.equal(o, p) and torch.equal(final, last)
+    inputs, opt, run = tokens(B=2, state=True), Options(0.3, output_final_state=True), runner(*FP32)
+    results, saved = run.forward(inputs, None, opt)
+    upstream = each(torch.randn_like, *results)
+    found = run.backward(inputs, results, saved, None, upstream, [True] * 6, opt)
+    others = each(lambda x: awkward(x, how), *inputs)
+    same, kept = run.forward(others, None, opt)
+    upstream = each(lambda x: awkward(x, how), *upstream)
+    for x, y in zip((*results, *found), (*same, *run.backward(others, same, kept, None, upstream, [True] * 6, opt)),
+                    strict=True):  # fmt: skip
+        assert torch.equal(x, y)
 
 
 def test_R18_results_do_not_depend_on_the_order_of_threads():
     for arch, dtype in (FP32, BF16):
-        run = CudaRunner({"delta_rule.forward": launcher(FORWARD, problem(dtype), arch, every_schedule=True)})
-        (o, _), _ = run.forward(tokens(dtype, T=70, state=True), None, Options(0.5))
-        assert o.isfinite().all()
+        each_order = {k.name: launcher(k, problem(dtype), arch, every_schedule=True) for k in (FORWARD, BACKWARD)}
+        run, opt, inputs = CudaRunner(each_order), Options(0.5), tokens(dtype, T=70, state=True)
+        results, saved = run.forward(inputs, None, opt)
+        grads = (torch.ones_like(results[0]), None)
+        found = run.backward(inputs, results, saved, None, grads, [True] * 6, opt)
+        assert all(x.isfinite().all() for x in (results[0], *found))
 
 
 # ---- decode
@@ -245,7 +320,7 @@ def test_R14_padding_among_the_slots(dtype: torch.dtype):
 
 def test_it_is_among_those_that_are_built():
     assert "delta_rule" in trials.families("cuda")
-    assert {FORWARD, DECODE} <= set(trials.all_kernels("cuda"))
+    assert set(KERNELS) <= set(trials.all_kernels("cuda"))
 
 
 class Kept:
@@ -271,13 +346,15 @@ def test_calls_that_are_made_again():
         assert (numbers["gated"], numbers["G"], numbers["tokens"]) == (int(rows > 0), rows, 2)
 
 
-def test_a_pass_that_is_made_again():
-    inputs, opt = tokens(T=20, state=True), Options(output_final_state=True)
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_pass_that_is_made_again(gated: bool):
+    inputs, opt = tokens(T=20, state=True, gated=gated), Options(output_final_state=True)
     run = CudaRunner({"delta_rule.forward": Kept("forward")})
     o, final = torch.empty_like(inputs[2]), torch.empty_like(inputs[5])
     numbers, tensors = run.call(inputs, opt, (o, final))  # type: ignore[misc]
-    assert [numbers[name] for name in ("initial", "final", "spans", "norm")] == [1, 1, 1, 0]
+    assert [numbers[name] for name in ("initial", "final", "spans", "norm", "keeps")] == [1, 1, 1, 0, 0]
+    assert (numbers["gated"], numbers["G"]) == (int(gated), 20 * gated)
     names = ("q", "k", "v", "g", "beta", "kv0", "o", "kv1")
-    assert [x.word for x in tensors] == [trial_cuda.TENSORS.index(name) for name in names]
-    assert run.call([*inputs[:3], None, *inputs[4:]], opt, (o, final)) is None
+    words = [trial_cuda.TENSORS["forward"].index(name) for name in names]
+    assert [x.word for x in tensors] == [w if gated or w != 3 else -1 for w in words]
     assert run.call([awkward(inputs[0], "strided"), *inputs[1:]], opt, (o, final)) is None

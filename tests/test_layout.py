@@ -4,8 +4,9 @@ Imports   linattn_tl -> autotune -> tl_kernels and linattn_tl -> tl_kernels, nev
           tl_kernels imports tl_kernels.spec, the modules of macros and of sizes, and itself; what families share
           imports no family.
 Weight    At module level only the standard library, torch, numpy and our own packages are imported: the
-          package must import without tilelang and cupy. tl_kernels/macros.py and cuda_macros.py, sets of tile
-          programs, import tilelang and its tvm at the top; so they are imported inside functions only.
+          package must import without tilelang and cupy. macros.py and cuda_macros.py of tl_kernels and of its
+          families, sets of tile programs, import tilelang and its tvm at the top; so others import them inside
+          functions only.
 Settings  Only linattn_tl/settings.py reads the environment. autotune starts processes: there
           `{**os.environ, "NAME": value}` may hand it on unread, and a context manager in autotune/pool.py
           may change it for the children it starts and put it back. Nothing else may touch it.
@@ -32,9 +33,7 @@ ROOMS = {  # each room, and the rooms it may import
 }
 LIGHT = {*ROOMS, "torch", "numpy", *sys.stdlib_module_names}
 SHARED = {"spec", "macros", "cuda_macros", "cuda_sizes"}  # the modules of tl_kernels that every family may import
-MACRO_MODULES = ("tl_kernels.macros.", "tl_kernels.cuda_macros.")
-MACROS = "tl_kernels/macros.py"
-TILE_PROGRAMS = (MACROS, "tl_kernels/cuda_macros.py")
+TILE_PROGRAMS = {"macros", "cuda_macros"}  # modules, of tl_kernels or of a family
 SETTINGS = "linattn_tl/settings.py"
 POOL = "autotune/pool.py"
 VAGUE = {"util", "utils", "helper", "helpers", "common"}
@@ -113,12 +112,13 @@ def direction(path: str, tree: ast.Module) -> Found:
 
 
 def weight(path: str, tree: ast.Module) -> Found:
-    light = LIGHT | {"tilelang", "tvm"} if path in TILE_PROGRAMS else LIGHT
+    is_program = path.startswith("tl_kernels/") and PurePosixPath(path).stem in TILE_PROGRAMS
+    light = LIGHT | {"tilelang", "tvm"} if is_program else LIGHT
     for node in run_at_import(tree):
         for name in imported(node):
-            if name.split(".")[0] not in light or (name + ".").startswith(
-                ("tl_kernels.macros.", "tl_kernels.cuda_macros.")
-            ):
+            room, *inner = name.split(".")
+            programs = room == "tl_kernels" and not is_program and not TILE_PROGRAMS.isdisjoint(inner)
+            if room not in light or programs:
                 yield node, f"{name} imported at module level; import it inside the function that needs it"
 
 
@@ -269,7 +269,12 @@ BAD = {
         "from tl_kernels.macros import exp",
         "tl_kernels.macros.exp imported",
     ),
-    "macros take tqdm": (MACROS, "import tqdm", "tqdm imported at module level"),
+    "macros of a family at the top": (
+        "tl_kernels/gla/cuda.py",
+        "from tl_kernels.gla import cuda_macros",
+        "tl_kernels.gla.cuda_macros imported at module level",
+    ),
+    "macros take tqdm": ("tl_kernels/macros.py", "import tqdm", "tqdm imported at module level"),
     "future": ("tl_kernels/x/cuda.py", "from __future__ import annotations", "reads annotations as values"),
     "utils": ("linattn_tl/utils.py", "", "'utils' says nothing"),
     "common": ("tl_kernels/common/a.py", "", "'common' says nothing"),
@@ -300,7 +305,7 @@ BAD = {
         "@T.prim_func\ndef f():\n if i in (3, 5):\n  a = 1",
         "cpu.py:3: 'in' inside",
     ),
-    "in a name": (MACROS, "@T.macro\ndef f():\n if i in NAMES:\n  a = 1", "'in' inside a tile program"),
+    "in a name": ("tl_kernels/macros.py", "@T.macro\ndef f():\n if i in NAMES:\n  a = 1", "'in' inside a tile program"),
     "not in": (
         "tl_kernels/x/cpu.py",
         "def b():\n @T.prim_func()\n def f():\n  x = i not in {3}",
@@ -319,7 +324,11 @@ GOOD = {
         "from tl_kernels.spec import Kernel\nfrom tl_kernels.x import cuda\n"
         "def build():\n import tilelang.language as T\n from tl_kernels import macros",
     ),
-    "macros": (MACROS, "import tilelang.language as T\nfrom tl_kernels.spec import Problem"),
+    "macros of a family": (
+        "tl_kernels/gla/cuda_macros.py",
+        "import tilelang.language as T\nfrom tl_kernels import cuda_macros",
+    ),
+    "macros": ("tl_kernels/macros.py", "import tilelang.language as T\nfrom tl_kernels.spec import Problem"),
     "heavy inside": ("linattn_tl/arrays.py", "def f():\n import cupy\n import matplotlib, tqdm"),
     "heavy for types": ("autotune/build.py", "if TYPE_CHECKING:\n import tilelang"),
     "listed": ("linattn_tl/registry.py", "import importlib\nimportlib.import_module(f'tl_kernels.{name}')"),
@@ -333,7 +342,7 @@ GOOD = {
     "another environ": ("linattn_tl/a.py", "import os\nrequest.environ['a']\nos.path.join('a')"),
     "future elsewhere": ("linattn_tl/a.py", "from __future__ import annotations"),
     "in outside": ("tl_kernels/x/cpu.py", "def f(p):\n return 1 if p.dtype in ('float32',) else 2"),
-    "for in inside": (MACROS, "@T.macro\ndef f():\n for i in (1, 2):\n  a = i"),
+    "for in inside": ("tl_kernels/macros.py", "@T.macro\ndef f():\n for i in (1, 2):\n  a = i"),
 }
 
 

@@ -57,17 +57,17 @@ class Layout:
     operands: int  # columns of all operand tiles of C rows
     staged: int  # columns of all outputs that go through shared memory
     loads: int  # columns of all that is loaded a chunk ahead
-    squares: int = 1  # tiles of C x C
+    squares: float = 1  # tiles of C x C; one that needs no low part is half of one where others have it
     slack: int = SLACK_BYTES
 
     def smem_bytes(self, p: Problem, c: Blocks) -> int:
         """Dynamic shared memory at most."""
         tile, state = (8, 4) if tile_dtype(p) == "float32" else (2, 2)
-        rows = tile * (self.operands + self.squares * c.C) + BYTES[p.dtype] * (self.staged + c.stages * self.loads)
+        rows = tile * (self.operands + int(self.squares * c.C)) + BYTES[p.dtype] * (self.staged + c.stages * self.loads)
         return c.C * rows + state * c.BK * c.BV + self.slack
 
 
-def gated(operands: int, staged: int, loads: int, squares: int = 1) -> Layout:
+def gated(operands: int, staged: int, loads: int, squares: float = 1) -> Layout:
     """Of a kernel with gates, and so with more vectors and sums over warps."""
     return Layout(operands, staged, loads, squares, slack=10 * 1024)
 

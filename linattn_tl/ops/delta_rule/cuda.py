@@ -1,20 +1,24 @@
-"""The delta rule through compiled CUDA kernels: whole sequences forward, and steps.
+"""The delta rule through compiled CUDA kernels: whole sequences forward and backward, and steps.
 
-There is no kernel for the backward pass yet: gradients come from the chunk form in plain torch, which computes the
-forward pass again.
+Kernels write gradients of q, k, g and beta for each value head and block of V; their sums are taken here, in an order
+that does not change. Tensors are handed over contiguous and 16-byte aligned; others are copied first.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from autotune.launcher.repeat import Argument, Call
 from linattn_tl import outputs, registry
-from linattn_tl.aligned import indices, plain, ready
+from linattn_tl.aligned import group_sums, indices, plain, ready
+from linattn_tl.calls import problem_of
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner
-from linattn_tl.spans import SpanRunner, Walk
+from linattn_tl.plain import each
+from linattn_tl.spans import SpanRunner, Walk, blocks, chunk_states, new_states, rows_of, unchanged
 from linattn_tl.steps import PooledStep
+from tl_kernels.cuda_sizes import tile_dtype
 
 FAMILY = "delta_rule"
 NEVER_CUT = 0  # multiprocessors: a span does to the state what only a matrix says, so sequences are walked as a whole
@@ -25,8 +29,7 @@ def option_numbers(opt: Options | None) -> dict[str, float]:
     return {} if opt is None else {"scale": opt.scale, "norm": int(opt.qk_l2norm)}
 
 
-def _count(state: torch.Tensor | None) -> int:
-    return 0 if state is None else state.shape[0]
+Kept = tuple[torch.Tensor, torch.Tensor]  # Y [B, T, HV, V], and the state before each chunk of backward
 
 
 class CudaRunner(SpanRunner):
@@ -40,39 +43,49 @@ class CudaRunner(SpanRunner):
     def option_numbers(self, opt: Options | None) -> dict[str, float]:
         return option_numbers(opt)
 
-    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
-        """(o, final state or None); nothing is kept for backward."""
-        q, k, v, beta = (plain(inputs[i]) for i in (0, 1, 2, 4))
-        g = torch.zeros_like(beta) if inputs[3] is None else plain(inputs[3])
-        start, cu = None if inputs[5] is None else plain(inputs[5]), indices(lengths)
-        walk = self._walk("forward", q, v, cu)
-        o, final = torch.empty_like(v), None
-        if opt.output_final_state:
-            final = torch.empty(walk.sequences, walk.HV, walk.K, walk.V, dtype=torch.float32, device=q.device)
-        if walk.empty:
-            if final is not None:
-                final.copy_(start) if start is not None else final.zero_()
-            return (o, final), ()
-        self.binaries["forward"].launch(self._numbers(walk, start, final, opt), (q, k, v, g, beta, o, start, final, cu))
-        return (o, final), ()
+    # ---- forward
 
-    def _numbers(self, walk: Walk, start: Any, final: Any, opt: Options) -> Any:
-        N0, N1 = _count(start), _count(final)
-        sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "initial": int(N0 > 0), "final": int(N1 > 0)}
-        return self._packed("forward", walk, opt, **sizes)
+    def forward(self, inputs: Sequence[Any], lengths: Any, opt: Options, keep: bool = True) -> tuple[Any, Any]:
+        """(o, final state or None), and for backward what `Kept` has."""
+        *tokens, start = each(plain, *inputs)
+        q, v, cu = tokens[0], tokens[2], indices(lengths)
+        walk, o = self._walk("forward", q, v, cu), torch.empty_like(v)
+        if walk.empty:
+            return (o, unchanged(start, walk, q) if opt.output_final_state else None), ()
+        final = new_states(walk.sequences, walk, q) if opt.output_final_state else None
+        kept = self._new_kept(walk, q, v) if keep and self.keeps else None
+        packed = self._numbers(walk, tokens[3], start, final, kept, opt)
+        self.binaries["forward"].launch(packed, (*tokens, o, start, final, *(kept or (None, None)), cu))
+        return (o, final), kept or ()
+
+    @cached_property
+    def keeps(self) -> int:
+        """Tokens of a chunk of backward, whose states forward leaves; or 0 where no backward kernel serves."""
+        return self.binaries["backward"].config.C if "backward" in self.binaries else 0
+
+    def _new_kept(self, walk: Walk, q: torch.Tensor, v: torch.Tensor) -> Kept:
+        tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
+        return torch.empty_like(v, dtype=tile), chunk_states(walk, self.keeps, q, tile)
+
+    def _numbers(self, walk: Walk, g: Any, start: Any, final: Any, kept: Kept | None, opt: Options) -> Any:
+        N0, N1, chunks = rows_of(start), rows_of(final), rows_of(kept[1]) if kept else 0
+        return self._packed(
+            "forward", walk, opt, **_gate_sizes(walk, g), tokens=walk.tokens, rows=walk.tokens if kept else 0,
+            N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=chunks, keeps=self.keeps if kept else 0,
+        )  # fmt: skip
 
     def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
-        """How to make this call again, see linattn_tl/repeats.py. Without gates there is a tensor of zeros to make."""
+        """How to make this call again, see linattn_tl/repeats.py."""
         *tokens, start = inputs
         o, final = results
-        if tokens[3] is None or not all(map(ready, tokens)) or not (start is None or ready(start)):
-            return None
         walk = self._walk("forward", tokens[0], tokens[2], None)
-        if walk.empty:
+        if walk.empty or not all(x is None or ready(x) for x in inputs):
             return None
-        tensors = [*(Argument(x, i) for i, x in enumerate(tokens)), Argument(start, 6)]
+        tensors = [*(Argument(x, i if x is not None else -1) for i, x in enumerate(tokens)), Argument(start, 6)]
         tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 5), (final, 7)) if x is not None]
-        return self.binaries["forward"].call(self._numbers(walk, start, final, opt), tensors)
+        return self.binaries["forward"].call(self._numbers(walk, tokens[3], start, final, None, opt), tensors)
+
+    # ---- backward
 
     def backward(
         self,
@@ -84,11 +97,45 @@ class CudaRunner(SpanRunner):
         needs: Sequence[bool],
         opt: Options,
     ) -> list[Any]:
-        """One gradient an input that needs one, by the chunk form in plain torch: a fallback, which says so."""
-        registry.fall_back(
-            FAMILY, "torch", "the backward pass has no CUDA kernel yet: the chunk form computes gradients"
-        )
-        return TorchRunner().backward(inputs, results, saved, lengths, grads, needs, opt)
+        """One gradient an input that needs one; where no kernel fits, by the chunk form in plain torch."""
+        if not self.keeps:
+            registry.fall_back(FAMILY, "torch", "no kernel of the backward pass fits the device")
+            return TorchRunner().backward(inputs, results, saved, lengths, grads, needs, opt)
+        kept = saved or self.forward(inputs, lengths, opt._replace(output_final_state=False))[1]
+        q, k, v, g, beta, _ = each(plain, *inputs)
+        dout, dfinal = each(plain, *grads)
+        upstream = torch.zeros_like(v) if dout is None else dout, dfinal
+        found = self.gradients((q, k, v, g, beta), kept, indices(lengths), upstream, needs, opt)
+        return [x if need else None for x, need in zip(found, needs, strict=True)]
+
+    def gradients(
+        self, tokens: Sequence[Any], kept: Sequence[Any], cu: Any, upstream: Sequence[Any], needs: Any, opt: Options
+    ) -> list[Any]:
+        """dq, dk, dv, dg (None unless it is wanted), dbeta, d initial state, from those of o and of the final state."""
+        (q, k, v, g, beta), (dout, dfinal) = tokens, upstream
+        walk = self._walk("backward", q, v, cu)
+        if walk.empty:
+            zeros = each(torch.zeros_like, q, k, v, g, beta)
+            return [*zeros, unchanged(dfinal, walk, q)]
+        parts = walk.HV * blocks(self.binaries["backward"].config, walk.K, walk.V)
+        dq, dk = (x.new_empty(*x.shape[:2], parts, walk.K) for x in (q, k))
+        dv, dbeta = torch.empty_like(v), beta.new_empty(*v.shape[:2], parts)
+        dg = torch.empty_like(dbeta) if g is not None and needs[3] else None
+        start = new_states(walk.sequences, walk, q) if needs[5] else None
+        N0, N1 = rows_of(start), rows_of(dfinal)
+        self._launch(
+            "backward", walk, opt, (q, k, g, beta, kept[0], dout, kept[1], dq, dk, dv, dg, dbeta, dfinal, start, cu),
+            **_gate_sizes(walk, g), tokens=walk.tokens, rows=0 if dg is None else walk.tokens, parts=parts,
+            N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), chunks=rows_of(kept[1]),
+            gates_wanted=int(dg is not None),
+        )  # fmt: skip
+        dq, dk = (group_sums(x, parts // walk.H, 2) for x in (dq, dk))
+        dg, dbeta = each(lambda x: group_sums(x, parts // walk.HV, 2), dg, dbeta)
+        return [dq, dk, dv, dg, dbeta, start]
+
+
+def _gate_sizes(walk: Walk, g: Any) -> dict[str, int]:
+    return {"G": 0 if g is None else walk.tokens, "gated": int(g is not None)}
 
 
 class CudaDecode(PooledStep):

@@ -7,25 +7,33 @@ guards, see linattn_tl/guarded.py.
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
-from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, one_thread, try_cases, watched
+from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, in_slots, one_thread, try_cases, watched
 from linattn_tl.launchers import Launcher
 from linattn_tl.ops.delta_rule.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode, normalized, recurrent
-from linattn_tl.spans import Walk, walk_numbers
+from linattn_tl.spans import Walk, blocks, spans_of, walk_numbers
 from linattn_tl.workloads import BATCH, DECODE_BATCH, HEADS, TOKENS, Work, Workload, of_launch, timed, timed_walk
+from tl_kernels.cuda_sizes import Blocks, tile_dtype
 from tl_kernels.spec import Kernel, Problem
 
 TRUTH = TorchRunner(recurrent)
 FORGETS = float("-inf")
-TENSORS = ("q", "k", "v", "g", "beta", "o", "kv0", "kv1", "cu_seqlens")  # of forward, in order
-IO = ("q", "k", "v", "o")  # in the problem's dtype; all others fp32
+KEEPS = 64  # tokens a state that forward leaves: two of its chunks, where those are short
+TENSORS = {  # of each kernel, in order
+    "forward": ("q", "k", "v", "g", "beta", "o", "kv0", "kv1", "y", "states", "cu_seqlens"),
+    "backward": (
+        "q", "k", "g", "beta", "y", "dout", "states", "dq", "dk", "dv", "dg", "dbeta", "dkv1", "dkv0", "cu_seqlens",
+    ),
+}  # fmt: skip
+IO = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")  # in the problem's dtype; what is kept is a tile's, all others fp32
 
 
-# ---- forward
+# ---- cases
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,18 @@ class Case:
     H: int = 1
     heads: int = 1  # value heads of a q/k head
     options: Options = Options()  # noqa: RUF009
-    state: bool = False  # there is an initial state
-    final: bool = False  # the final state is wanted
+    state: bool = False  # there is an initial state; backward, its gradient is wanted
+    final: bool = False  # the final state is wanted; backward, there is a gradient of it
+    gated: bool = True  # there is a g
+    keeps: bool = True  # forward leaves what backward reads; backward, the gradient of g is wanted
     strong: bool = False  # most tokens decay by 1e-12; a few forget all, and a few keep all
 
+    @property
+    def bounds(self) -> list[int]:
+        return list(accumulate(self.tokens, initial=0))
+
     def walk(self, p: Problem) -> Walk:
-        length, total = 0 if self.packed else self.tokens[0], sum(self.tokens)
+        length, total = 0 if self.packed else self.tokens[0], self.bounds[-1]
         H, HV = self.H, self.H * self.heads
         return Walk(len(self.tokens), length, total, H, HV, p.K, p.V, length or total + 1)
 
@@ -50,41 +64,149 @@ class Case:
 CASES = (
     Case((70, 70), H=2, options=Options(0.5)),
     Case((1,), H=2, heads=2, options=Options(1.0, qk_l2norm=True), state=True, final=True),
-    Case((5, 0, 64, 33), True, heads=2, options=Options(0.3), final=True),
-    Case((0, 130, 0, 20), True, 1, 2, Options(0.7, qk_l2norm=True), state=True, final=True),
+    Case((5, 0, 64, 33), True, heads=2, options=Options(0.3), final=True, gated=False),
+    Case((0, 130, 0, 20), True, 1, 2, Options(0.7, qk_l2norm=True), state=True, final=True, keeps=False),
     Case((90,), options=Options(0.4), state=True, final=True, strong=True),
 )
 
 
+# ---- the truth
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A case's inputs, and all that kernels make of them in float64. Rows are tokens, sequences, or slots of chunks.
+
+    Gradients of q, k, g and beta have a row for each value head and block of V.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    dout: torch.Tensor
+    start: torch.Tensor
+    dfinal: torch.Tensor
+    o: torch.Tensor
+    final: torch.Tensor
+    y: torch.Tensor
+    states: torch.Tensor  # before each chunk
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dstart: torch.Tensor
+    case: Case
+
+
 def example(case: Case, p: Problem) -> list[torch.Tensor]:
-    """q, k, v, g, beta, rows of tokens, and the initial states. beta is in [0, 2], keys have length 1 or get it."""
+    """q, k, v, g, beta and dO, rows of tokens; the initial states, and the gradients of the final ones.
+
+    beta is in [0, 2], keys have length 1 or get it.
+    """
     r = torch.Generator().manual_seed(zlib.crc32(repr(case).encode()))
     io, walk = getattr(torch, p.dtype), case.walk(p)
     T, H, HV = walk.tokens, walk.H, walk.HV
     q, k = (torch.randn(T, H, p.K, generator=r) for _ in "qk")
     k = k if case.options.qk_l2norm else normalized(k)
-    v = torch.randn(T, HV, p.V, generator=r)
+    v, dout = (torch.randn(T, HV, p.V, generator=r) for _ in "vo")
     g = -(torch.rand(T, HV, generator=r) ** 3)
     if case.strong:
         g = torch.where(torch.rand(T, HV, generator=r) < 0.7, -27.6, g)
     if T > 20:
         g[17], g[11] = FORGETS, 0.0
     beta = 2 * torch.rand(T, HV, generator=r)
-    state = torch.randn(walk.sequences, HV, p.K, p.V, generator=r) * case.state
-    return [q.to(io), k.to(io), v.to(io), g, beta, state]
+    start, dfinal = (torch.randn(walk.sequences, HV, p.K, p.V, generator=r) for _ in "SR")
+    g = g if case.gated else torch.zeros_like(g)
+    return [q.to(io), k.to(io), v.to(io), g, beta, dout.to(io), start * case.state, dfinal * case.final]
 
 
 @lru_cache(maxsize=16)
-def _solved(case: Case, p: Problem) -> Trial:
-    """Computed once in a process that checks many candidates."""
-    *tokens, state = example(case, p)
-    lengths = torch.tensor([0, *accumulate(case.tokens)])
+def solved(case: Case, p: Problem, chunk: int, width: int) -> Solved:
+    """Computed once in a process that checks many candidates.
+
+    Args:
+        chunk: tokens of a chunk of backward.
+        width: columns of a block of V.
+    """
     with one_thread():
-        opt = case.options._replace(output_final_state=True)
-        wide = [x.double().unsqueeze(0) for x in tokens]
-        (o, final), _ = TRUTH.forward((*wide, state.double()), lengths, opt)
-    given = dict(zip(TENSORS, tokens, strict=False)) | ({"kv0": state} if case.state else {})
-    return Trial(given, {"o": o[0]} | ({"kv1": final} if case.final else {}))
+        return _solve(case, p, chunk, width)
+
+
+def _solve(case: Case, p: Problem, chunk: int, width: int) -> Solved:
+    q, k, v, g, beta, dout, start, dfinal = example(case, p)
+    walk = case.walk(p)
+    wide = [x.double().repeat_interleave(walk.HV // x.shape[1], 1) for x in (q, k, v, g, beta)]
+    parts = [
+        _of_block([*wide[:2], wide[2][..., at], *wide[3:]], start[..., at], (dout[..., at], dfinal[..., at]), case)
+        for at in (slice(i, i + width) for i in range(0, p.V, width))
+    ]
+    every = list(spans_of(walk._replace(segment=chunk), case.bounds))
+    y, path = _writes(wide, start, case)
+    return Solved(
+        q=q, k=k, v=v, g=g, beta=beta, dout=dout, start=start, dfinal=dfinal, y=y, case=case,
+        states=in_slots(walk._replace(segment=chunk), every, [path[x.first] for x in every], (walk.HV, p.K, p.V)),
+        **{name: torch.cat([part[name] for part in parts], -1) for name in ("o", "final", "dv", "dstart")},
+        **{name: torch.stack([part[name] for part in parts], 2) for name in ("dg", "dbeta")},
+        **{name: torch.stack([part[name] for part in parts], 2).flatten(1, 2) for name in ("dq", "dk")},
+    )  # fmt: skip
+
+
+def _of_block(tokens: Any, start: torch.Tensor, upstream: Any, case: Case) -> Tensors:
+    """Results and gradients of some columns of V, which do not depend on the others."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*(x.unsqueeze(0) for x in tokens), start.double())]
+    opt, lengths = case.options._replace(output_final_state=True), torch.tensor(case.bounds)
+    (o, final), _ = TRUTH.forward(leaves, lengths, opt)
+    dout, dfinal = (x.double() for x in upstream)
+    found = torch.autograd.grad((o, final), leaves, (dout.unsqueeze(0), dfinal), allow_unused=True)
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, found, strict=True)]
+    names = ("dq", "dk", "dv", "dg", "dbeta")
+    return {"o": o[0].detach(), "final": final.detach(), "dstart": grads.pop(),
+            **{name: x[0] for name, x in zip(names, grads, strict=True)}}  # fmt: skip
+
+
+def _writes(tokens: Any, start: torch.Tensor, case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What each token writes before beta, v - Sbar^T k; and the state before each token."""
+    _, k, v, g, beta = tokens
+    k = normalized(k) if case.options.qk_l2norm else k
+    y, path = torch.empty_like(v), []
+    for n, (first, last) in enumerate(pairwise(case.bounds)):
+        state = start[n].double()
+        for t in range(first, last):
+            path.append(state)
+            left = g[t].exp()[:, None, None] * state
+            y[t] = v[t] - torch.einsum("hkv,hk->hv", left, k[t])
+            state = left + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * y[t])
+    return y, path
+
+
+# ---- what each kernel is given, and what it is to write
+
+
+def _optional(**tensors: tuple[torch.Tensor, bool]) -> Tensors:
+    return {name: x for name, (x, present) in tensors.items() if present}
+
+
+def _forward(x: Solved) -> Trial:
+    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta}
+    given |= _optional(g=(x.g, x.case.gated), kv0=(x.start, x.case.state))
+    kept = _optional(y=(x.y, x.case.keeps), states=(x.states, x.case.keeps))
+    return Trial(given, {"o": x.o, **_optional(kv1=(x.final, x.case.final)), **kept})
+
+
+def _backward(x: Solved) -> Trial:
+    given = {"q": x.q, "k": x.k, "beta": x.beta, "y": x.y, "dout": x.dout, "states": x.states}
+    given |= _optional(g=(x.g, x.case.gated), dkv1=(x.dfinal, x.case.final))
+    wanted = {"dq": x.dq, "dk": x.dk, "dv": x.dv, "dbeta": x.dbeta}
+    return Trial(given, wanted | _optional(dg=(x.dg, x.case.gated and x.case.keeps), dkv0=(x.dstart, x.case.state)))
+
+
+TRIALS = {"forward": _forward, "backward": _backward}
+
+
+# ---- the check
 
 
 def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device = "cpu") -> None:
@@ -95,33 +217,56 @@ def check(kernel: Kernel, problem: Problem, launcher: Launcher, device: Device =
     Args:
         device: where the launcher's tensors lie; "cpu" for one that emulates.
     """
-    if kernel.name.endswith("decode"):
+    stage = kernel.name.split(".")[1]
+    if stage == "decode":
         run = CudaDecode({kernel.name: launcher})
         for gated in (True, False):
             check_one = lambda case, gated=gated: _check_decode(case, problem, run, device, gated)  # noqa: E731
             try_cases(kernel, problem, DECODE_CASES, check_one)
         return
-    try_cases(kernel, problem, CASES, lambda case: _check_forward(case, problem, launcher, device))
+    try_cases(kernel, problem, CASES, lambda case: _check_pass(stage, case, problem, launcher, device))
 
 
-def _check_forward(case: Case, p: Problem, launcher: Launcher, device: Device) -> None:
-    with watched(_solved(case, p), lambda name: _dtype(name, p), device, p.dtype) as tensors:
+def _check_pass(stage: str, case: Case, p: Problem, launcher: Launcher, device: Device) -> None:
+    chunk, width = (KEEPS, p.V) if stage == "forward" else (launcher.config.C, launcher.config.BV)
+    with watched(
+        TRIALS[stage](solved(case, p, chunk, width)), lambda name: _dtype(name, p), device, p.dtype
+    ) as tensors:
         if case.packed:
-            bounds = [0, *accumulate(case.tokens)]
-            tensors["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
+            tensors["cu_seqlens"] = torch.tensor(case.bounds, dtype=torch.int32, device=device)
         packed = launcher.pack(_numbers(tensors, case.walk(p), case.options))
-        launcher.launch(packed, [tensors.get(name) for name in TENSORS])
+        launcher.launch(packed, [tensors.get(name) for name in TENSORS[stage]])
 
 
 def _dtype(name: str, p: Problem) -> torch.dtype:
+    if name in ("y", "states"):
+        return getattr(torch, tile_dtype(p))
     return getattr(torch, p.dtype) if name in IO else torch.float32
 
 
 def _numbers(tensors: Tensors, walk: Walk, opt: Options) -> dict[str, float]:
     """Sizes and switches by the tensors that are there: what the runner hands over with them."""
-    N0, N1 = (tensors[name].shape[0] if name in tensors else 0 for name in ("kv0", "kv1"))
-    sizes = {"tokens": tensors["q"].shape[0], "N0": N0, "N1": N1, "initial": int(N0 > 0), "final": int(N1 > 0)}
-    return {**walk_numbers(walk), **option_numbers(opt), **sizes}
+
+    def rows(*names: str) -> int:
+        return next((tensors[name].shape[0] for name in names if name in tensors), 0)
+
+    N0, N1 = rows("kv0", "dkv0"), rows("kv1", "dkv1")
+    return {
+        **walk_numbers(walk),
+        **option_numbers(opt),
+        "tokens": rows("q"),
+        "G": rows("g"),
+        "rows": rows("dg") if "dout" in tensors else rows("y"),
+        "chunks": rows("states"),
+        "parts": tensors["dq"].shape[1] if "dq" in tensors else 0,
+        "N0": N0,
+        "N1": N1,
+        "initial": int(N0 > 0),
+        "final": int(N1 > 0),
+        "gated": int("g" in tensors),
+        "gates_wanted": int("dg" in tensors),
+        "keeps": KEEPS * ("states" in tensors),
+    }
 
 
 # ---- decode
@@ -160,10 +305,15 @@ def _check_decode(case: Step, p: Problem, run: CudaDecode, device: Device, gated
 
 # ---- what is timed
 
-SHAPES = {  # columns of each value head
-    **dict.fromkeys(("q", "k"), "K"),
-    **dict.fromkeys(("v", "o"), "V"),
-    **dict.fromkeys(("g", "beta"), ""),
+SHAPES = {  # rows, and columns of each value head
+    **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
+    **dict.fromkeys(("v", "o", "y", "dout", "dv"), ("tokens", "V")),
+    **dict.fromkeys(("g", "beta", "dg", "dbeta"), ("tokens", "")),
+    "states": ("chunks", "KV"),
+}
+WORK = {
+    "forward": Work(("q", "k", "v", "g", "beta"), ("o",), 3),
+    "backward": Work(("q", "k", "g", "beta", "y", "dout", "states"), ("dq", "dk", "dv", "dg", "dbeta"), 6),
 }
 
 
@@ -184,14 +334,22 @@ def workload(
         batch: sequences; decode has more of them.
         heads: of q, k and v alike.
     """
-    if kernel.name.endswith("decode"):
+    stage = kernel.name.split(".")[1]
+    if stage == "decode":
         return _decode_workload(kernel, problem, launcher, device, batch or DECODE_BATCH, heads)
-    p, work = problem, Work(("q", "k", "v", "g", "beta"), ("o",), 3)
+    p, work = problem, WORK[stage]
     walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=False)
-    tensors = {name: timed("tokens", columns, walk, _dtype(name, p), device) for name, columns in SHAPES.items()}
-    tensors["g"], tensors["beta"] = -tensors["g"].abs(), tensors["beta"].sigmoid()
+    tensors = {name: _timed(name, walk, launcher.config, p, device) for name in work.moved}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5, qk_l2norm=True)))
-    return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS], work, walk, tensors)
+    return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS[stage]], work, walk, tensors)
+
+
+def _timed(name: str, walk: Walk, config: Blocks, p: Problem, device: Device) -> torch.Tensor:
+    rows, columns = SHAPES[name]
+    x = timed(rows, columns, walk, _dtype(name, p), device, config.C)
+    if name in ("dq", "dk", "dg", "dbeta"):  # a part for each block of V
+        x = x.repeat_interleave(blocks(config, p.K, p.V), 1)
+    return {"g": -x.abs(), "beta": x.sigmoid()}.get(name, x)
 
 
 def _decode_workload(kernel: Kernel, p: Problem, launcher: Launcher, device: Device, B: int, heads: int) -> Workload:

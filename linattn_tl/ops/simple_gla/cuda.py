@@ -19,7 +19,7 @@ from linattn_tl import outputs
 from linattn_tl.aligned import group_sums, indices, plain, ready
 from linattn_tl.calls import problem_of
 from linattn_tl.ops.simple_gla.definition import Options
-from linattn_tl.spans import SpanRunner, Walk
+from linattn_tl.spans import SpanRunner, Walk, chunk_states, new_states, rows_of, unchanged
 from linattn_tl.steps import PooledStep
 from tl_kernels.cuda_sizes import tile_dtype
 
@@ -30,19 +30,6 @@ State = torch.Tensor | None
 def option_numbers(opt: Options | None) -> dict[str, float]:
     """What kernels are told of the options, by the names of their arguments; a scan is told nothing."""
     return {} if opt is None else {"scale": opt.scale}
-
-
-def _count(state: State) -> int:
-    return 0 if state is None else state.shape[0]
-
-
-def _new_states(count: int, walk: Walk, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(count, walk.HV, walk.K, walk.V, dtype=torch.float32, device=like.device)
-
-
-def _unchanged(start: State, walk: Walk, like: torch.Tensor) -> torch.Tensor:
-    """What a walk without tokens ends with: the initial state, in memory of its own, or zeros."""
-    return _new_states(walk.sequences, walk, like).zero_() if start is None else start.clone()
 
 
 class Tokens(NamedTuple):
@@ -72,15 +59,12 @@ NOTHING = Crossing()
 def _gate_sizes(x: torch.Tensor | None, states: torch.Tensor | None) -> dict[str, int]:
     """Of a launch that makes c or dg, x [B, T, HV, blocks], or neither."""
     rows = 0 if x is None else x.shape[0] * x.shape[1]
-    return {"rows": rows, "chunks": _count(states), "gated": int(x is not None)}
+    return {"rows": rows, "chunks": rows_of(states), "gated": int(x is not None)}
 
 
-def _states_of_chunks(q: torch.Tensor, v: torch.Tensor, cu: Any, C: int) -> torch.Tensor:
+def _states_of_chunks(walk: Walk, q: torch.Tensor, v: torch.Tensor, C: int) -> torch.Tensor:
     """Memory for the state before each chunk of C tokens."""
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    chunks = B * -(-T // C) if cu is None else T // C + cu.shape[0] - 1
-    tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
-    return torch.empty(chunks, HV, K, V, dtype=tile, device=q.device)
+    return chunk_states(walk, C, q, getattr(torch, tile_dtype(problem_of(FAMILY, q, v))))
 
 
 class CudaRunner(SpanRunner):
@@ -105,11 +89,11 @@ class CudaRunner(SpanRunner):
         walk = self._walk("forward", q, v, cu)
         o = torch.empty_like(v)
         if walk.empty:
-            return (o, _unchanged(start, walk, q) if opt.output_final_state else None), ()
-        final = left = _new_states(walk.sequences, walk, q) if opt.output_final_state else None
+            return (o, unchanged(start, walk, q) if opt.output_final_state else None), ()
+        final = left = new_states(walk.sequences, walk, q) if opt.output_final_state else None
         if walk.cut:
             start, left = self._states_before(k, v, g, cu, walk, start, final, opt), None
-        states = _states_of_chunks(q, v, cu, self.keeps) if keep and self.keeps else None
+        states = _states_of_chunks(walk, q, v, self.keeps) if keep and self.keeps else None
         packed = self._forward_numbers(walk, start, left, states, opt)
         self.binaries["forward"].launch(packed, (q, k, v, g, o, start, left, states, cu))
         return (o, final), () if states is None else (states,)
@@ -121,7 +105,7 @@ class CudaRunner(SpanRunner):
         return 0 if C % self.binaries["forward"].config.C else C
 
     def _forward_numbers(self, walk: Walk, start: State, left: State, states: State, opt: Options) -> Any:
-        N0, N1, chunks = _count(start), _count(left), _count(states)
+        N0, N1, chunks = rows_of(start), rows_of(left), rows_of(states)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "initial": int(N0 > 0), "final": int(N1 > 0)}
         return self._packed("forward", walk, opt, **sizes, chunks=chunks, keeps=self.keeps if chunks else 0)
 
@@ -143,10 +127,10 @@ class CudaRunner(SpanRunner):
 
         Fills `end`, that of whole sequences, where there is one to fill.
         """
-        spans = _new_states(walk.spans, walk, x)
+        spans = new_states(walk.spans, walk, x)
         decay = torch.empty(walk.spans, walk.HV, dtype=torch.float32, device=x.device)
         self._carry((x, y, g), cu, walk, None, spans, decay, opt, reverse)
-        N0, N1 = _count(start), _count(end)
+        N0, N1 = rows_of(start), rows_of(end)
         self._launch(
             "scan", walk, None, (spans, decay, start, end, cu),
             S=walk.spans, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), reverse=int(reverse),
@@ -156,10 +140,10 @@ class CudaRunner(SpanRunner):
     def _carry(
         self, tokens: Any, cu: Any, walk: Walk, start: State, end: Any, decay: Any, opt: Options, reverse: bool
     ) -> None:
-        N0 = _count(start)
+        N0 = rows_of(start)
         self._launch(
             "carry", walk, opt, (*tokens, start, end, decay, cu),
-            tokens=walk.tokens, N0=N0, N1=_count(end), initial=int(N0 > 0), reverse=int(reverse),
+            tokens=walk.tokens, N0=N0, N1=rows_of(end), initial=int(N0 > 0), reverse=int(reverse),
         )  # fmt: skip
 
     # ---- backward
@@ -202,7 +186,8 @@ class CudaRunner(SpanRunner):
 
     def new_crossing(self, x: Tokens) -> Crossing:
         """Memory that backward_q is to fill; c with a column for each of its blocks of K."""
-        states = _states_of_chunks(x.q, x.v, x.cu, self.binaries["backward_q"].config.C)
+        walk = self._walk("backward_q", x.q, x.v, x.cu)
+        states = _states_of_chunks(walk, x.q, x.v, self.binaries["backward_q"].config.C)
         return Crossing(self._new_gates(x, "backward_q"), states)
 
     def _new_gates(self, x: Tokens, name: str) -> torch.Tensor:
@@ -219,7 +204,7 @@ class CudaRunner(SpanRunner):
         if walk.cut:
             start = self._states_before(x.k, x.v, x.g, x.cu, walk, start, None, opt)
         tensors = (*x[:5], dq, *crossing, start, x.cu)
-        N0 = _count(start)
+        N0 = rows_of(start)
         sizes = {"tokens": walk.tokens, "N0": N0, "initial": int(N0 > 0)}
         self._launch("backward_q", walk, opt, tensors, **sizes, **_gate_sizes(*crossing))
         return dq, Crossing(None if crossing.c is None else _block_sums(crossing.c), crossing.states)
@@ -236,8 +221,8 @@ class CudaRunner(SpanRunner):
         dq = _of_value_heads(x.q, x.v) if "backward" in names else None
         dg = self._new_gates(x, names[0]) if needs[3] else None
         if walk.empty:
-            return [dq, dk, dv, None if dg is None else dg.sum(-1), _unchanged(final, walk, x.q)]
-        end = left = _new_states(walk.sequences, walk, x.q) if needs[4] else None
+            return [dq, dk, dv, None if dg is None else dg.sum(-1), unchanged(final, walk, x.q)]
+        end = left = new_states(walk.sequences, walk, x.q) if needs[4] else None
         if walk.cut:
             final, left = self._states_before(x.q, x.dout, x.g, x.cu, walk, final, end, opt, reverse=True), None
         elif left is not None and names[0] in ("backward_v", "carry"):  # alone, backward_v leaves no state
@@ -262,7 +247,7 @@ class CudaRunner(SpanRunner):
         self, name: str, walk: Walk, x: Tokens, crossing: Crossing, grads: Any, final: State, left: State, opt: Options
     ) -> None:
         tensors = (*x[:5], *crossing, *grads, final, left, x.cu)
-        N0, N1 = _count(left), _count(final)
+        N0, N1 = rows_of(left), rows_of(final)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "final": int(N1 > 0), "initial": int(N0 > 0)}
         self._launch(name, walk, opt, tensors, **sizes, **_gate_sizes(grads[3], crossing.states))
 

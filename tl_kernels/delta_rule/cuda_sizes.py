@@ -1,0 +1,84 @@
+"""Which schedules the delta rule's CUDA kernels have: tiles, and chunks that its passes agree on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from tl_kernels.cuda_sizes import BYTES, Blocks, Layout, blocks_of, chunk_sizes, fitting, gated, padded, tile_dtype
+from tl_kernels.spec import Problem, Target
+
+ROWS = 16  # of a block of the substitution
+SUM_BYTES = 84  # a thread of backward, of sums over warps, each of which has a place of its own; and vectors
+
+
+def rows_of(K: int) -> int:
+    """Rows of the state in a tile: TileLang 0.1.15 finds no layout in which to sum rows of 192."""
+    return 256 if padded(K) == 192 else padded(K)
+
+
+class Found(NamedTuple):
+    """Configs by pass. A chunk of backward is one of forward's or several, since forward leaves states for it."""
+
+    forward: Sequence[Blocks] = ()
+    backward: Sequence[Blocks] = ()
+
+
+def forward_configs(p: Problem, target: Target) -> Sequence[Blocks]:
+    """Whole rows of V first: each block of V beyond the first reads q and k again.
+
+    None where only chunks of 16 tokens fit, or so few columns that the warps cannot share 16 rows of them: tiles of
+    float32 with a large K.
+    """
+    return _paired(p, target).forward
+
+
+def backward_configs(p: Problem, target: Target) -> Sequence[Blocks]:
+    return _paired(p, target).backward
+
+
+@lru_cache(maxsize=256)
+def _paired(p: Problem, target: Target) -> Found:
+    """The chunk of backward that moves the fewest bytes, and forward's configs that can leave states for it."""
+    pairs = []
+    for C in chunk_sizes(p):
+        forward = _fitting(p, target, forward_layout(p), [c for c in chunk_sizes(p) if c <= C])
+        pairs.append(Found(forward, _fitting(p, target, backward_layout(p), [C]) if forward else ()))
+    whole = [x for x in pairs if x.backward]
+    return min(whole, key=lambda x: _moved(p, x.backward[0])) if whole else pairs[0]
+
+
+def _moved(p: Problem, c: Blocks) -> float:
+    """Bytes a token of q, k, dq and dk, which each block of V reads and writes, and of states, written and read."""
+    state = 4 if tile_dtype(p) == "float32" else 2
+    return -(-p.V // c.BV) * 4 * p.K * BYTES[p.dtype] + 2 * p.K * p.V * state / c.C
+
+
+def forward_layout(p: Problem) -> Callable[[int, int], Layout]:
+    return lambda BK, BV: gated(2 * BK + BV, BV + _exact(p, BV), 2 * BK + BV)
+
+
+def backward_layout(p: Problem) -> Callable[[int, int], Layout]:
+    def layout(BK: int, BV: int) -> Layout:
+        slack = SUM_BYTES * _threads(p, BK, BV, 256 if BK * BV >= 128 * 64 else 128)
+        staged = BK + (BV if BV != BK else 0)  # dK, and dV in the same place where it has the same size
+        return Layout(2 * BK + 3 * BV, staged + _exact(p, BV), 2 * (BK + BV), squares=2.5, slack=slack)
+
+    return layout
+
+
+def _exact(p: Problem, BV: int) -> int:
+    """What is solved for, in fp32, and blocks on the diagonal of the system, in columns of outputs."""
+    return 4 * (BV + ROWS) // BYTES[p.dtype]
+
+
+def _fitting(p: Problem, target: Target, layout: Callable[[int, int], Layout], chunks: Sequence[int]) -> list[Blocks]:
+    shapes = [(rows_of(p.K), b) for b in sorted({64, *blocks_of(p.V)}, reverse=True)]
+    found = fitting(p, target, shapes, layout, chunks)
+    found = [replace(c, threads=_threads(p, c.BK, c.BV, c.threads)) for c in found]
+    return [c for c in found if c.C > ROWS and c.BV <= c.threads <= 4 * c.BV]
+
+
+def _threads(p: Problem, BK: int, BV: int, usual: int) -> int:
+    """Of a program: at 128 threads a tile of 64 x 64 in float32 spills registers on sm_80."""
+    return 256 if tile_dtype(p) == "float32" and BK * BV >= 64 * 64 else usual
