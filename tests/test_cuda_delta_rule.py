@@ -17,11 +17,10 @@ from linattn_tl.ops.delta_rule.cuda import CudaDecode, CudaRunner
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode, normalized, recurrent
 from linattn_tl.plain import each
 from linattn_tl.truths import truth
-from tests.emulated import BF16, FP32, K, V, awkward, binary, launcher, lowered
+from tests.emulated import BF16, FP32, K, V, awkward, binary, cut_short, launcher, lowered
 from tl_kernels.cuda_sizes import Blocks
-from tl_kernels.delta_rule.cuda import BACKWARD, FORWARD, KERNELS
-from tl_kernels.delta_rule.cuda_decode import DECODE
-from tl_kernels.delta_rule.cuda_sizes import backward_layout, forward_layout
+from tl_kernels.delta_rule.cuda import BACKWARD, FORWARD, KERNELS, PASSES
+from tl_kernels.delta_rule.cuda_sizes import LAYOUTS
 from tl_kernels.spec import DTYPES, Kernel, Problem
 
 GRADS = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -65,23 +64,24 @@ def test_other_schedules(kernel: Kernel, arch: str, dtype: str, size: int, confi
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_backward_reads_the_states_that_forward_leaves(arch: str):
-    """Each config of forward can leave the states that each config of backward reads."""
+    """Each config of forward can leave the states that each config of backward reads, and so can those in chunks."""
     for dtype in DTYPES:
         for D in (32, 64, 96, 128, 256):
             forward, backward = (k.configs(problem(dtype, D, D), target.named(arch)) for k in (FORWARD, BACKWARD))
             assert all(b.C % f.C == 0 for f in forward for b in backward)
-            assert len({b.C for b in backward}) < 2
+            offered = [k.configs(problem(dtype, D, D), target.named(arch)) for k in PASSES if k is not FORWARD]
+            assert len({c.C for found in offered for c in found}) == int(bool(forward))
             assert forward or not backward
 
 
-@pytest.mark.parametrize("kernel", [FORWARD, BACKWARD], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", PASSES, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("arch", "dtype", "size"), [("sm_90a", "bfloat16", 128), ("sm_80", "float32", 32)])
 def test_what_is_allocated_fits(kernel: Kernel, arch: str, dtype: str, size: int):
     """What a config is said to need is a bound on what is allocated."""
-    p, layout = problem(dtype, size, size), forward_layout if kernel is FORWARD else backward_layout
+    p, layout = problem(dtype, size, size), LAYOUTS[kernel.name.split(".")[1]]
     config = kernel.configs(p, target.named(arch))[0]
     found = re.search(r"MaxDynamicSharedMemorySize, (\d+)", lowered(kernel, p, config, arch).source)
-    assert found and int(found[1]) <= layout(p)(config.BK, config.BV).smem_bytes(p, config)
+    assert found and int(found[1]) <= layout(p, config.BK, config.BV).smem_bytes(p, config)
 
 
 class Wrong:
@@ -115,10 +115,14 @@ class Wrong:
         ("forward", "k", "k changed in"),
         *(("backward", name, f"{name} has relative RMS error") for name in (*GRADS[:5], "dkv0")),
         ("backward", "states", "states changed in"),
+        *(("prepare", name, f"{name} has relative RMS error") for name in ("y0", "w")),
+        *(("carry", name, f"{name} has relative RMS error") for name in ("y", "states", "kv1")),
+        ("carry", "y0", "y0 changed in"),
+        ("output", "o", "o has relative RMS error"),
     ],
 )
 def test_a_wrong_kernel_does_not_pass(stage: str, name: str, said: str):
-    kernel = {"decode": DECODE, "forward": FORWARD, "backward": BACKWARD}[stage]
+    kernel = trials.find_kernel(f"delta_rule.{stage}", "cuda")[1]
     with pytest.raises(VerificationError, match=said):
         trial_cuda.check(kernel, problem("float32"), Wrong(stage, name, 1.001))  # type: ignore[arg-type]
 
@@ -136,7 +140,7 @@ def test_workload(kernel: Kernel):
 
 
 def runner(arch: str, dtype: str) -> CudaRunner:
-    return CudaRunner({kernel.name: binary(kernel.name, arch, dtype) for kernel in (FORWARD, BACKWARD)})
+    return CudaRunner({kernel.name: binary(kernel.name, arch, dtype) for kernel in PASSES}, 132)
 
 
 def tokens(
@@ -183,6 +187,44 @@ def test_packed(arch: str, dtype: str):
     check(runner(arch, dtype), tokens(dtype, T=100, state=True, sequences=6), Options(0.5, True, True), cu)
 
 
+@pytest.mark.parametrize(("arch", "dtype"), [FP32, BF16])
+@pytest.mark.parametrize("cu", [None, (0, 0, 7, 7, 71, 100, 100)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_few_heads_and_long_sequences(
+    gated: bool, cu: tuple[int, ...] | None, arch: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What chunks can do at once is done at once, and leaves backward what it reads."""
+    cut_short(monkeypatch)
+    inputs = tokens(dtype, T=100, gated=gated, state=True, sequences=6 if cu else 1)
+    launched = {kernel.name: binary(kernel.name, arch, dtype).launches for kernel in PASSES}
+    check(runner(arch, dtype), inputs, Options(0.5, not gated, output_final_state=True), cu)
+    changed = {name: binary(name, arch, dtype).launches - before for name, before in launched.items()}
+    stages = ("forward", "backward", "prepare", "carry", "output")  # the second time, since nothing was kept
+    assert changed == {f"delta_rule.{stage}": 2 * (stage != "forward") for stage in stages}
+
+
+def test_when_chunks_are_done_at_once():
+    def cut(B: int, T: int, HV: int) -> bool:
+        q, v = torch.empty(B, T, 1, K, device="meta"), torch.empty(B, T, HV, V, device="meta")
+        return runner(*FP32)._walk("forward", q, v, None).cut
+
+    assert cut(1, 4096, 2) and cut(1, 4096, 66) and cut(8, 4096, 4)
+    assert not cut(1, 1024, 2) and not cut(1, 4096, 67) and not cut(16, 4096, 16)
+
+
+def test_beta_of_one_and_no_decay_for_long(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is forgotten: errors of a chunk stay in the state. In one walk, in chunks at once, and step by step."""
+    inputs, opt = tokens(T=600, gated=False), Options(0.5, output_final_state=True)
+    inputs[4] = torch.ones_like(inputs[4])
+    (want, final), _ = TorchRunner(recurrent).forward(each(torch.Tensor.double, *inputs), None, opt)
+    found = [runner(*FP32).forward(inputs, None, opt)[0]]
+    cut_short(monkeypatch)
+    found.append(runner(*FP32).forward(inputs, None, opt)[0])
+    for o, state in found:
+        check_close("o", o, want, dtype="float32")
+        check_close("state", state, final, dtype="float32")
+
+
 def test_every_subset_of_gradients():
     """Each is what it is among all; one that is not wanted is not there."""
     inputs, opt, run = tokens(T=20, state=True), Options(0.5, output_final_state=True), runner(*FP32)
@@ -210,7 +252,7 @@ def test_gradients_of_o_or_of_the_state_alone():
 def test_without_a_kernel_gradients_are_a_fallback_that_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    run = CudaRunner({FORWARD.name: binary(FORWARD.name, *FP32)})
+    run = CudaRunner({FORWARD.name: binary(FORWARD.name, *FP32)}, 132)
     check(run, tokens(T=5), Options(output_final_state=True))
     assert "delta_rule: served by the torch backend" in caplog.text and "no kernel of the backward pass" in caplog.text
     monkeypatch.setenv("LINATTN_TL_STRICT", "1")
@@ -246,14 +288,18 @@ def test_awkward_memory(how: str):
         assert torch.equal(x, y)
 
 
-def test_R18_results_do_not_depend_on_the_order_of_threads():
+def test_R18_results_do_not_depend_on_the_order_of_threads(monkeypatch: pytest.MonkeyPatch):
     for arch, dtype in (FP32, BF16):
-        each_order = {k.name: launcher(k, problem(dtype), arch, every_schedule=True) for k in (FORWARD, BACKWARD)}
-        run, opt, inputs = CudaRunner(each_order), Options(0.5), tokens(dtype, T=70, state=True)
+        each_order = {k.name: launcher(k, problem(dtype), arch, every_schedule=True) for k in PASSES}
+        inputs, opt = tokens(dtype, T=70, state=True), Options(0.5)
+        run = CudaRunner(each_order, 132)
         results, saved = run.forward(inputs, None, opt)
         grads = (torch.ones_like(results[0]), None)
         found = run.backward(inputs, results, saved, None, grads, [True] * 6, opt)
-        assert all(x.isfinite().all() for x in (results[0], *found))
+        with monkeypatch.context() as patch:
+            cut_short(patch)
+            in_chunks = CudaRunner(each_order, 132).forward(inputs, None, opt)[0]
+        assert all(x.isfinite().all() for x in (results[0], in_chunks[0], *found))
 
 
 # ---- decode
@@ -347,9 +393,9 @@ def test_calls_that_are_made_again():
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_pass_that_is_made_again(gated: bool):
+def test_a_pass_that_is_made_again(gated: bool, monkeypatch: pytest.MonkeyPatch):
     inputs, opt = tokens(T=20, state=True, gated=gated), Options(output_final_state=True)
-    run = CudaRunner({"delta_rule.forward": Kept("forward")})
+    run = CudaRunner({"delta_rule.forward": Kept("forward")}, 132)
     o, final = torch.empty_like(inputs[2]), torch.empty_like(inputs[5])
     numbers, tensors = run.call(inputs, opt, (o, final))  # type: ignore[misc]
     assert [numbers[name] for name in ("initial", "final", "spans", "norm", "keeps")] == [1, 1, 1, 0, 0]
@@ -358,3 +404,6 @@ def test_a_pass_that_is_made_again(gated: bool):
     words = [trial_cuda.TENSORS["forward"].index(name) for name in names]
     assert [x.word for x in tensors] == [w if gated or w != 3 else -1 for w in words]
     assert run.call([awkward(inputs[0], "strided"), *inputs[1:]], opt, (o, final)) is None
+    cut_short(monkeypatch)
+    run = CudaRunner({"delta_rule.forward": Kept("forward")}, 132)
+    assert run.call(inputs, opt, (o, final)) is None  # more than one launch

@@ -18,7 +18,7 @@ is a matrix, which a scan would have to multiply.
 """
 
 from tl_kernels.cuda_sizes import Blocks, tensor_cores, tile_dtype
-from tl_kernels.delta_rule import cuda_backward, cuda_decode
+from tl_kernels.delta_rule import cuda_backward, cuda_chunks, cuda_decode
 from tl_kernels.delta_rule.cuda_sizes import ROWS, forward_configs, rows_of
 from tl_kernels.spec import Kernel, Problem
 
@@ -185,4 +185,5 @@ def forward(p: Problem, c: Blocks):
 
 FORWARD = Kernel("delta_rule.forward", forward, forward_configs, expects=tensor_cores, whole=True)
 BACKWARD = cuda_backward.BACKWARD
-KERNELS = (FORWARD, BACKWARD, cuda_decode.DECODE)
+PASSES = (FORWARD, BACKWARD, *cuda_chunks.KERNELS)
+KERNELS = (*PASSES, cuda_decode.DECODE)

@@ -39,6 +39,19 @@ def norm_slope(dx_f, product_f, sum_f, tile, inverse_s, given):
                 dx_f[i, d] = (dx_f[i, d] - T.cast(tile.high[i, d], "float32") * sum_f[i]) * inverse_s[i]
 
 
+@T.macro
+def take_columns(gates, beta_s, g, beta, t, last, head, given):
+    """Gates of the tokens from t up to `last` and their sums, and beta; zeros behind it, and for gates unless given."""
+    for i in T.Parallel(gates.rows):
+        gates.raw[i] = T.float32(0)
+        beta_s[i] = T.if_then_else(t + i < last, beta[t + i, head], T.float32(0))
+    if given:
+        for i in T.Parallel(gates.rows):
+            gates.raw[i] = T.if_then_else(t + i < last, g[t + i, head], T.float32(0))
+    T.sync_threads()
+    m.sum_gates(gates, last - t)
+
+
 class System:
     """A triangular system of C rows with ones on its diagonal, which are not stored.
 

@@ -411,12 +411,12 @@ def _meta(inputs: Sequence[Any], lengths: Any, opt: Options) -> tuple[Any, ...]:
     return o, state if opt.output_final_state else None
 
 
-_CUDA_PASSES = (cuda_kernels.FORWARD, cuda_kernels.BACKWARD)
+_CUDA_PASSES = cuda_kernels.PASSES
 _TRIAL, _TRIAL_CUDA = f"{__name__}.trial", f"{__name__}.trial_cuda"
 _PASSES = {
     "cpu": Compiled((kernels.FWD, kernels.BWD), lambda found, _: CpuRunner(found), _TRIAL),
     "cuda": Compiled(
-        _CUDA_PASSES, lambda found, _: CudaRunner(found), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
+        _CUDA_PASSES, lambda found, gpu: CudaRunner(found, gpu.cores), _TRIAL_CUDA, refuse_sizes, serving(_CUDA_PASSES)
     ),
 }
 _STEPS = {

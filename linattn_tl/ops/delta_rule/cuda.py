@@ -1,5 +1,8 @@
 """The delta rule through compiled CUDA kernels: whole sequences forward and backward, and steps.
 
+A pass is one launch whose programs walk whole sequences. Where that leaves multiprocessors idle and sequences are long,
+the forward pass does what chunks can do at once in launches of their own (tl_kernels/delta_rule/cuda_chunks.py).
+
 Kernels write gradients of q, k, g and beta for each value head and block of V; their sums are taken here, in an order
 that does not change. Tensors are handed over contiguous and 16-byte aligned; others are copied first.
 """
@@ -21,7 +24,6 @@ from linattn_tl.steps import PooledStep
 from tl_kernels.cuda_sizes import tile_dtype
 
 FAMILY = "delta_rule"
-NEVER_CUT = 0  # multiprocessors: a span does to the state what only a matrix says, so sequences are walked as a whole
 
 
 def option_numbers(opt: Options | None) -> dict[str, float]:
@@ -37,9 +39,6 @@ class CudaRunner(SpanRunner):
 
     op = FAMILY
 
-    def __init__(self, binaries: Any):
-        super().__init__(binaries, NEVER_CUT)
-
     def option_numbers(self, opt: Options | None) -> dict[str, float]:
         return option_numbers(opt)
 
@@ -50,22 +49,44 @@ class CudaRunner(SpanRunner):
         *tokens, start = each(plain, *inputs)
         q, v, cu = tokens[0], tokens[2], indices(lengths)
         walk, o = self._walk("forward", q, v, cu), torch.empty_like(v)
+        whole = _whole(walk)
         if walk.empty:
             return (o, unchanged(start, walk, q) if opt.output_final_state else None), ()
         final = new_states(walk.sequences, walk, q) if opt.output_final_state else None
-        kept = self._new_kept(walk, q, v) if keep and self.keeps else None
-        packed = self._numbers(walk, tokens[3], start, final, kept, opt)
+        if walk.cut and "carry" in self.binaries:
+            kept = self._forward_in_chunks(tokens, cu, whole, o, start, final, opt)
+            return (o, final), kept if keep and self.keeps else ()
+        kept = self._new_kept(whole, q, v, self.keeps) if keep and self.keeps else None
+        packed = self._numbers(whole, tokens[3], start, final, kept, opt)
         self.binaries["forward"].launch(packed, (*tokens, o, start, final, *(kept or (None, None)), cu))
         return (o, final), kept or ()
+
+    def _forward_in_chunks(
+        self, tokens: Sequence[Any], cu: Any, walk: Walk, o: Any, start: Any, final: Any, opt: Options
+    ) -> Kept:
+        """Fills o and the final state; a walk of two products a chunk is all that is not done at once."""
+        q, k, v, g, beta = tokens
+        C = self.binaries["carry"].config.C  # that of backward, too
+        y, states = kept = self._new_kept(walk, q, v, C)
+        y0, w = torch.empty_like(y), y.new_empty(*v.shape[:3], walk.K)
+        chunks = walk._replace(segment=C)
+        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, rows_of(start), rows_of(final)
+        self._launch("prepare", chunks, opt, (k, v, g, beta, y0, w, cu), **gates)
+        self._launch(
+            "carry", walk, opt, (k, w, g, beta, y0, y, start, final, states, cu),
+            **gates, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=rows_of(states),
+        )  # fmt: skip
+        self._launch("output", chunks, opt, (q, k, g, beta, y, states, o, cu), **gates, chunks=rows_of(states))
+        return kept
 
     @cached_property
     def keeps(self) -> int:
         """Tokens of a chunk of backward, whose states forward leaves; or 0 where no backward kernel serves."""
         return self.binaries["backward"].config.C if "backward" in self.binaries else 0
 
-    def _new_kept(self, walk: Walk, q: torch.Tensor, v: torch.Tensor) -> Kept:
+    def _new_kept(self, walk: Walk, q: torch.Tensor, v: torch.Tensor, C: int) -> Kept:
         tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
-        return torch.empty_like(v, dtype=tile), chunk_states(walk, self.keeps, q, tile)
+        return torch.empty_like(v, dtype=tile), chunk_states(walk, C, q, tile)
 
     def _numbers(self, walk: Walk, g: Any, start: Any, final: Any, kept: Kept | None, opt: Options) -> Any:
         N0, N1, chunks = rows_of(start), rows_of(final), rows_of(kept[1]) if kept else 0
@@ -75,11 +96,11 @@ class CudaRunner(SpanRunner):
         )  # fmt: skip
 
     def call(self, inputs: Sequence[Any], opt: Options, results: Sequence[Any]) -> Call | None:
-        """How to make this call again, see linattn_tl/repeats.py."""
+        """How to make this call again, see linattn_tl/repeats.py. Where it is one launch."""
         *tokens, start = inputs
         o, final = results
         walk = self._walk("forward", tokens[0], tokens[2], None)
-        if walk.empty or not all(x is None or ready(x) for x in inputs):
+        if walk.empty or walk.cut or not all(x is None or ready(x) for x in inputs):
             return None
         tensors = [*(Argument(x, i if x is not None else -1) for i, x in enumerate(tokens)), Argument(start, 6)]
         tensors += [Argument(x, w, outputs.maker(x), returned=True) for x, w in ((o, 5), (final, 7)) if x is not None]
@@ -113,7 +134,7 @@ class CudaRunner(SpanRunner):
     ) -> list[Any]:
         """dq, dk, dv, dg (None unless it is wanted), dbeta, d initial state, from those of o and of the final state."""
         (q, k, v, g, beta), (dout, dfinal) = tokens, upstream
-        walk = self._walk("backward", q, v, cu)
+        walk = _whole(self._walk("backward", q, v, cu))
         if walk.empty:
             zeros = each(torch.zeros_like, q, k, v, g, beta)
             return [*zeros, unchanged(dfinal, walk, q)]
@@ -132,6 +153,11 @@ class CudaRunner(SpanRunner):
         dq, dk = (group_sums(x, parts // walk.H, 2) for x in (dq, dk))
         dg, dbeta = each(lambda x: group_sums(x, parts // walk.HV, 2), dg, dbeta)
         return [dq, dk, dv, dg, dbeta, start]
+
+
+def _whole(walk: Walk) -> Walk:
+    """Sequences are walked as a whole: what a span does to the state is a matrix."""
+    return walk._replace(segment=walk.length or walk.tokens + 1, cut=False)
 
 
 def _gate_sizes(walk: Walk, g: Any) -> dict[str, int]:

@@ -5,8 +5,9 @@ guards, see linattn_tl/guarded.py.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +17,8 @@ from linattn_tl.guarded import Device, Step, Tensors, Trial, check_step, in_slot
 from linattn_tl.launchers import Launcher
 from linattn_tl.ops.delta_rule.cuda import CudaDecode, option_numbers
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner, decode, normalized, recurrent
-from linattn_tl.spans import Walk, blocks, spans_of, walk_numbers
+from linattn_tl.plain import decays
+from linattn_tl.spans import Span, Walk, blocks, spans_of, walk_numbers
 from linattn_tl.workloads import BATCH, DECODE_BATCH, HEADS, TOKENS, Work, Workload, of_launch, timed, timed_walk
 from tl_kernels.cuda_sizes import Blocks, tile_dtype
 from tl_kernels.spec import Kernel, Problem
@@ -26,6 +28,9 @@ FORGETS = float("-inf")
 KEEPS = 64  # tokens a state that forward leaves: two of its chunks, where those are short
 TENSORS = {  # of each kernel, in order
     "forward": ("q", "k", "v", "g", "beta", "o", "kv0", "kv1", "y", "states", "cu_seqlens"),
+    "prepare": ("k", "v", "g", "beta", "y0", "w", "cu_seqlens"),
+    "carry": ("k", "w", "g", "beta", "y0", "y", "kv0", "kv1", "states", "cu_seqlens"),
+    "output": ("q", "k", "g", "beta", "y", "states", "o", "cu_seqlens"),
     "backward": (
         "q", "k", "g", "beta", "y", "dout", "states", "dq", "dk", "dv", "dg", "dbeta", "dkv1", "dkv0", "cu_seqlens",
     ),
@@ -91,6 +96,8 @@ class Solved:
     o: torch.Tensor
     final: torch.Tensor
     y: torch.Tensor
+    y0: torch.Tensor  # Y if the state before each chunk were zero
+    w: torch.Tensor  # what of that state Y lacks: Y = Y0 - W S
     states: torch.Tensor  # before each chunk
     dq: torch.Tensor
     dk: torch.Tensor
@@ -145,8 +152,9 @@ def _solve(case: Case, p: Problem, chunk: int, width: int) -> Solved:
     ]
     every = list(spans_of(walk._replace(segment=chunk), case.bounds))
     y, path = _writes(wide, start, case)
+    y0, w = _prepared(wide, every, case)
     return Solved(
-        q=q, k=k, v=v, g=g, beta=beta, dout=dout, start=start, dfinal=dfinal, y=y, case=case,
+        q=q, k=k, v=v, g=g, beta=beta, dout=dout, start=start, dfinal=dfinal, y=y, y0=y0, w=w, case=case,
         states=in_slots(walk._replace(segment=chunk), every, [path[x.first] for x in every], (walk.HV, p.K, p.V)),
         **{name: torch.cat([part[name] for part in parts], -1) for name in ("o", "final", "dv", "dstart")},
         **{name: torch.stack([part[name] for part in parts], 2) for name in ("dg", "dbeta")},
@@ -182,6 +190,22 @@ def _writes(tokens: Any, start: torch.Tensor, case: Case) -> tuple[torch.Tensor,
     return y, path
 
 
+def _prepared(tokens: Any, chunks: Sequence[Span], case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y0 and W, see tl_kernels/delta_rule/cuda_chunks.py."""
+    _, k, v, g, beta = tokens
+    k = normalized(k) if case.options.qk_l2norm else k
+    y0, w = torch.empty_like(v), torch.empty_like(k)
+    for x in chunks:
+        at = slice(x.first, x.last)
+        kc, vc, gc = (a[at].transpose(0, 1) for a in (k, v, g))
+        N = (decays(gc) * (kc @ kc.mT)).tril(-1) * beta[at].T.unsqueeze(-2)
+        system = N + torch.eye(len(kc[0]), dtype=N.dtype)
+        solve = partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
+        y0[at] = solve(vc).transpose(0, 1)
+        w[at] = solve(gc.cumsum(-1).exp().unsqueeze(-1) * kc).transpose(0, 1)
+    return y0, w
+
+
 # ---- what each kernel is given, and what it is to write
 
 
@@ -203,7 +227,30 @@ def _backward(x: Solved) -> Trial:
     return Trial(given, wanted | _optional(dg=(x.dg, x.case.gated and x.case.keeps), dkv0=(x.dstart, x.case.state)))
 
 
-TRIALS = {"forward": _forward, "backward": _backward}
+def _prepare(x: Solved) -> Trial:
+    given = {"k": x.k, "v": x.v, "beta": x.beta, **_optional(g=(x.g, x.case.gated))}
+    return Trial(given, {"y0": x.y0, "w": x.w})
+
+
+def _carry(x: Solved) -> Trial:
+    given = {"k": x.k, "w": x.w, "beta": x.beta, "y0": x.y0}
+    given |= _optional(g=(x.g, x.case.gated), kv0=(x.start, x.case.state))
+    return Trial(given, {"y": x.y, "states": x.states, **_optional(kv1=(x.final, x.case.final))})
+
+
+def _output(x: Solved) -> Trial:
+    given = {"q": x.q, "k": x.k, "beta": x.beta, "y": x.y, "states": x.states}
+    return Trial(given | _optional(g=(x.g, x.case.gated)), {"o": x.o})
+
+
+TRIALS = {
+    "forward": _forward,
+    "prepare": _prepare,
+    "carry": _carry,
+    "output": _output,
+    "backward": _backward,
+}
+IN_CHUNKS = ("prepare", "output")  # kernels whose spans are chunks
 
 
 # ---- the check
@@ -234,12 +281,13 @@ def _check_pass(stage: str, case: Case, p: Problem, launcher: Launcher, device: 
     ) as tensors:
         if case.packed:
             tensors["cu_seqlens"] = torch.tensor(case.bounds, dtype=torch.int32, device=device)
-        packed = launcher.pack(_numbers(tensors, case.walk(p), case.options))
+        walk = case.walk(p)._replace(segment=chunk) if stage in IN_CHUNKS else case.walk(p)
+        packed = launcher.pack(_numbers(tensors, walk, case.options))
         launcher.launch(packed, [tensors.get(name) for name in TENSORS[stage]])
 
 
 def _dtype(name: str, p: Problem) -> torch.dtype:
-    if name in ("y", "states"):
+    if name in ("y", "y0", "w", "states"):
         return getattr(torch, tile_dtype(p))
     return getattr(torch, p.dtype) if name in IO else torch.float32
 
@@ -254,7 +302,7 @@ def _numbers(tensors: Tensors, walk: Walk, opt: Options) -> dict[str, float]:
     return {
         **walk_numbers(walk),
         **option_numbers(opt),
-        "tokens": rows("q"),
+        "tokens": rows("k"),
         "G": rows("g"),
         "rows": rows("dg") if "dout" in tensors else rows("y"),
         "chunks": rows("states"),
@@ -306,13 +354,16 @@ def _check_decode(case: Step, p: Problem, run: CudaDecode, device: Device, gated
 # ---- what is timed
 
 SHAPES = {  # rows, and columns of each value head
-    **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
-    **dict.fromkeys(("v", "o", "y", "dout", "dv"), ("tokens", "V")),
+    **dict.fromkeys(("q", "k", "w", "dq", "dk"), ("tokens", "K")),
+    **dict.fromkeys(("v", "o", "y0", "y", "dout", "dv"), ("tokens", "V")),
     **dict.fromkeys(("g", "beta", "dg", "dbeta"), ("tokens", "")),
     "states": ("chunks", "KV"),
 }
 WORK = {
     "forward": Work(("q", "k", "v", "g", "beta"), ("o",), 3),
+    "prepare": Work(("k", "v", "g", "beta"), ("y0", "w"), 0),
+    "carry": Work(("k", "w", "g", "beta", "y0"), ("y", "states"), 2),
+    "output": Work(("q", "k", "g", "beta", "y", "states"), ("o",), 1),
     "backward": Work(("q", "k", "g", "beta", "y", "dout", "states"), ("dq", "dk", "dv", "dg", "dbeta"), 6),
 }
 
@@ -339,6 +390,7 @@ def workload(
         return _decode_workload(kernel, problem, launcher, device, batch or DECODE_BATCH, heads)
     p, work = problem, WORK[stage]
     walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=False)
+    walk = walk._replace(segment=launcher.config.C) if stage in IN_CHUNKS else walk
     tensors = {name: _timed(name, walk, launcher.config, p, device) for name in work.moved}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5, qk_l2norm=True)))
     return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS[stage]], work, walk, tensors)

@@ -1,0 +1,317 @@
+"""The gated delta rule on NVIDIA GPUs where sequences are long and heads few: what chunks can do at once, they do.
+
+With the letters of cuda.py, the system of a chunk is solved before the state is known:
+
+    (I + N B) Y0 = V      (I + N B) W = f * K      Y = Y0 - W S      S = f_C S + K^T (l * B Y)
+
+`prepare` finds Y0 and W, a program a chunk. `carry` walks the chunks of a sequence, two products each, and leaves Y
+and the state before each chunk. `output` makes O, a program a chunk and block of V. Y and the states
+are what backward reads, too.
+
+More is read, written and computed than by `forward`, which does the same in one walk: it pays where a walk leaves most
+multiprocessors idle (linattn_tl/ops/delta_rule/cuda.py).
+
+Source: Yang et al. 2024, arXiv 2406.06484, eq. 8-11, with both systems solved by substitution.
+"""
+
+from functools import partial
+
+from tl_kernels.cuda_sizes import Blocks, tensor_cores, tile_dtype
+from tl_kernels.delta_rule.cuda_sizes import ROWS, chunk_configs, rows_of
+from tl_kernels.spec import Kernel, Problem
+
+
+def prepare(p: Problem, c: Blocks):
+    """Y0 and W of each chunk. Spans are chunks."""
+    import tilelang.language as T
+
+    from tl_kernels import cuda_macros as m
+    from tl_kernels.delta_rule import cuda_macros as d
+
+    C, BV, io, f32, tile = c.C, c.BV, p.dtype, "float32", tile_dtype(p)
+    K, V, KP = p.K, p.V, rows_of(p.K)
+    tokens, H, HV, G, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "G", "M"))
+
+    @T.prim_func
+    def prepare_kernel(
+        k: T.Tensor([tokens, H, K], io),
+        v: T.Tensor([tokens, HV, V], io),
+        g: T.Tensor([G, HV], f32),
+        beta: T.Tensor([tokens, HV], f32),
+        y0: T.Tensor([tokens, HV, V], tile),
+        w: T.Tensor([tokens, HV, K], tile),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        gated: T.int32,
+        norm: T.int32,
+    ):
+        with T.Kernel(spans, HV, threads=c.threads) as (i_s, i_h):
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            ks = m.Tile(C, KP, tile)
+            found = m.Tile(C, BV, tile)
+            system = d.System(C, tile)
+            x_s = T.alloc_shared([C, BV], f32)
+            gates = m.Gates(C)
+            beta_s = T.alloc_shared([C], f32)
+            acc = T.alloc_fragment([ROWS, BV], f32)
+            A = T.alloc_fragment([C, C], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            square_f = T.alloc_fragment([C, KP], f32)
+            sum_f = T.alloc_fragment([C], f32)
+            v_f = T.alloc_fragment([C, BV], f32)
+            where = T.alloc_local([3], "int32")
+
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            t = where[1]
+            if where[1] < where[2]:
+                d.take_columns(gates, beta_s, g, beta, t, where[2], i_h, gated > 0)
+                T.copy(k[t : t + C, i_q, 0:KP], k_f)
+                m.cleared(k_f, C, KP, where[2] - t)
+                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(ks, k_f)
+                T.clear(A)
+                m.multiply(A, ks, ks, transpose_B=True)
+                for i, j in T.Parallel(C, C):
+                    A[i, j] = T.Select(j < i, A[i, j] * gates.decay(j, i) * beta_s[j], T.float32(0))
+                d.fill_system(system, A)
+                for n in T.serial(-(-V // BV)):
+                    T.copy(v[t : t + C, i_h, n * BV : n * BV + BV], v_f)
+                    m.cleared(v_f, C, BV, where[2] - t)
+                    T.copy(v_f, x_s)
+                    T.sync_threads()
+                    d.solve(system, x_s, found, acc)
+                    m.store(y0, x_s if found.exact else found.high, t, where[2], i_h, n * BV, V)
+                    T.sync_threads()
+                for n in T.serial(-(-K // BV)):
+                    for i, j in T.Parallel(C, BV):
+                        if n * BV + j < KP:
+                            if ks.exact:
+                                x_s[i, j] = (ks.high[i, n * BV + j] + ks.low[i, n * BV + j]) * gates.first(i)
+                            else:
+                                x_s[i, j] = T.cast(ks.high[i, n * BV + j], f32) * gates.first(i)
+                        else:
+                            x_s[i, j] = T.float32(0)
+                    T.sync_threads()
+                    d.solve(system, x_s, found, acc)
+                    m.store(w, x_s if found.exact else found.high, t, where[2], i_h, n * BV, K)
+                    T.sync_threads()
+
+    return prepare_kernel
+
+
+def carry(p: Problem, c: Blocks):
+    """Y, the state before each chunk, and where final > 0 the final one.
+
+    Y does not take the place of Y0: a chunk that reaches over the end of its sequence reads rows of the next one.
+    """
+    import tilelang.language as T
+
+    from tl_kernels import cuda_macros as m
+    from tl_kernels.delta_rule import cuda_macros as d
+
+    C, BV, io, f32, tile = c.C, c.BV, p.dtype, "float32", tile_dtype(p)
+    K, V, KP = p.K, p.V, rows_of(p.K)
+    NV, ahead = -(-V // BV), c.stages == 1
+    sizes = ("tokens", "H", "HV", "N0", "N1", "G", "chunks", "M")
+    tokens, H, HV, N0, N1, G, chunks, M = (T.dynamic(n) for n in sizes)
+
+    @T.prim_func
+    def carry_kernel(
+        k: T.Tensor([tokens, H, K], io),
+        w: T.Tensor([tokens, HV, K], tile),
+        g: T.Tensor([G, HV], f32),
+        beta: T.Tensor([tokens, HV], f32),
+        y0: T.Tensor([tokens, HV, V], tile),
+        y: T.Tensor([tokens, HV, V], tile),
+        kv0: T.Tensor([N0, HV, K, V], f32),
+        kv1: T.Tensor([N1, HV, K, V], f32),
+        states: T.Tensor([chunks, HV, K, V], tile),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        initial: T.int32,
+        final: T.int32,
+        gated: T.int32,
+        norm: T.int32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV * BV
+            i_s = i_sv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            ks = m.Tile(C, KP, tile)
+            ws = m.Tile(C, KP, tile)
+            ys = m.Tile(C, BV, tile)
+            ss = m.Tile(KP, BV, tile, twin=False)
+            y_s = T.alloc_shared([C, BV], tile)
+            k_next = m.Ahead(C, KP, io, ahead)
+            w_next = m.Ahead(C, KP, tile, ahead)
+            y_next = m.Ahead(C, BV, tile, ahead)
+            gates = m.Gates(C)
+            beta_next = T.alloc_shared([C], f32)
+            S = T.alloc_fragment([KP, BV], f32)
+            num = T.alloc_fragment([C, BV], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            w_f = T.alloc_fragment([C, KP], f32)
+            square_f = T.alloc_fragment([C, KP], f32)
+            sum_f = T.alloc_fragment([C], f32)
+            y_f = T.alloc_fragment([C, BV], f32)
+            where = T.alloc_local([3], "int32")
+            slot = T.alloc_local([1], "int32")
+
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            m.find_chunk(slot, where, cu_seqlens, length, C)
+            m.take_state(S, KP, BV, kv0, initial > 0, i_s, i_h, (0, i_v))
+            for i in T.Parallel(C):
+                gates.raw[i] = T.float32(0)
+            T.sync_threads()
+            if where[1] < where[2]:
+                m.fetch(k_next, k, where[1], i_q, 0)
+                m.fetch(w_next, w, where[1], i_h, 0)
+                m.fetch(y_next, y0, where[1], i_h, i_v)
+                if gated > 0:
+                    m.fetch_column(gates.raw, g, where[1], C, i_h)
+                m.fetch_column(beta_next, beta, where[1], C, i_h)
+
+            for n in T.serial(T.ceildiv(where[2] - where[1], C)):
+                t = where[1] + n * C
+                m.await_fetched(True)
+                m.sum_gates(gates, where[2] - t)
+                for i in T.Parallel(C):
+                    gates.factors[i] = T.Select(t + i < where[2], gates.last(i) * beta_next[i], T.float32(0))
+                m.load(k_f, k_next, k, t, i_q, 0)
+                m.cleared(k_f, C, KP, where[2] - t)
+                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(ks, k_f)
+                m.load(w_f, w_next, w, t, i_h, 0)
+                m.cleared(w_f, C, KP, where[2] - t)
+                m.fill(ws, w_f)
+                m.load(y_f, y_next, y0, t, i_h, i_v)
+                m.cleared(y_f, C, BV, where[2] - t)
+                T.sync_threads()  # all have taken this chunk
+                if t + C < where[2]:
+                    m.fetch(k_next, k, t + C, i_q, 0)
+                    m.fetch(w_next, w, t + C, i_h, 0)
+                    m.fetch(y_next, y0, t + C, i_h, i_v)
+                    if gated > 0:
+                        m.fetch_column(gates.raw, g, t + C, C, i_h)
+                    m.fetch_column(beta_next, beta, t + C, C, i_h)
+
+                T.clear(num)
+                m.multiply_state(num, ws, S, ss)
+                m.keep_state(states, slot[0] + n, i_h, (0, i_v), S, ss)
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] = y_f[i, j] - num[i, j]
+                T.copy(num, y_s)
+                m.store(y, y_s, t, where[2], i_h, i_v, V)
+                for i, j in T.Parallel(KP, BV):
+                    S[i, j] *= gates.whole
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] *= gates.factors[i]
+                m.fill(ys, num)
+                m.multiply(S, ks, ys, transpose_A=True)
+
+            if final > 0:
+                T.copy(S, kv1[i_s, i_h, 0:KP, i_v : i_v + BV])
+
+    return carry_kernel
+
+
+def output(p: Problem, c: Blocks):
+    """O of each chunk, from Y and the state before it. Spans are chunks."""
+    import tilelang.language as T
+    from tilelang.layout import make_swizzled_layout
+
+    from tl_kernels import cuda_macros as m
+    from tl_kernels.delta_rule import cuda_macros as d
+
+    C, BV, io, f32, tile = c.C, c.BV, p.dtype, "float32", tile_dtype(p)
+    K, V, KP = p.K, p.V, rows_of(p.K)
+    NV = -(-V // BV)
+    tokens, H, HV, G, chunks, M = (T.dynamic(n) for n in ("tokens", "H", "HV", "G", "chunks", "M"))
+
+    @T.prim_func
+    def output_kernel(
+        q: T.Tensor([tokens, H, K], io),
+        k: T.Tensor([tokens, H, K], io),
+        g: T.Tensor([G, HV], f32),
+        beta: T.Tensor([tokens, HV], f32),
+        y: T.Tensor([tokens, HV, V], tile),
+        states: T.Tensor([chunks, HV, K, V], tile),
+        o: T.Tensor([tokens, HV, V], io),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        gated: T.int32,
+        norm: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV * BV
+            i_s = i_sv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            qs = m.Tile(C, KP, tile)
+            ks = m.Tile(C, KP, tile)
+            ys = m.Tile(C, BV, tile)
+            cs = m.Tile(C, C, tile)
+            ss = m.Tile(KP, BV, tile, twin=False)
+            out_s = T.alloc_shared([C, BV], io)
+            gates = m.Gates(C)
+            beta_s = T.alloc_shared([C], f32)
+            S = T.alloc_fragment([KP, BV], f32)
+            num = T.alloc_fragment([C, BV], f32)
+            A = T.alloc_fragment([C, C], f32)
+            q_f = T.alloc_fragment([C, KP], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            square_f = T.alloc_fragment([C, KP], f32)
+            sum_f = T.alloc_fragment([C], f32)
+            y_f = T.alloc_fragment([C, BV], f32)
+            where = T.alloc_local([3], "int32")
+            T.annotate_layout({out_s: make_swizzled_layout(out_s)})
+
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            t = where[1]
+            if where[1] < where[2]:
+                if ss.exact:
+                    T.copy(states[i_s, i_h, 0:KP, i_v : i_v + BV], S)
+                else:
+                    T.async_copy(states[i_s, i_h, 0:KP, i_v : i_v + BV], ss.high)
+                d.take_columns(gates, beta_s, g, beta, t, where[2], i_h, gated > 0)
+                T.copy(q[t : t + C, i_q, 0:KP], q_f)
+                m.cleared(q_f, C, KP, where[2] - t)
+                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(qs, q_f)
+                T.copy(k[t : t + C, i_q, 0:KP], k_f)
+                m.cleared(k_f, C, KP, where[2] - t)
+                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(ks, k_f)
+                T.copy(y[t : t + C, i_h, i_v : i_v + BV], y_f)
+                m.cleared(y_f, C, BV, where[2] - t)
+                m.fill(ys, y_f)
+                T.clear(A)
+                m.multiply(A, qs, ks, transpose_B=True)
+                for i, j in T.Parallel(C, C):
+                    A[i, j] = T.Select(j <= i, A[i, j] * gates.decay(j, i) * beta_s[j] * scale, T.float32(0))
+                m.fill(cs, A)
+                m.await_fetched(True)
+                T.clear(num)
+                m.multiply_state(num, qs, S, ss, filled=True)
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] *= gates.first(i) * scale
+                m.multiply(num, cs, ys)
+                T.copy(num, out_s)
+                m.store(o, out_s, t, where[2], i_h, i_v, V)
+
+    return output_kernel
+
+
+KERNELS = tuple(
+    Kernel(f"delta_rule.{stage}", build, partial(chunk_configs, stage), expects=tensor_cores)
+    for stage, build in (("prepare", prepare), ("carry", carry), ("output", output))
+)
