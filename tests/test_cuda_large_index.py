@@ -44,6 +44,8 @@ OPTIONS = {
     "reverse": 0,
     "use_slots": 1,
     "gated": 1,
+    "gates_wanted": 1,
+    "piece": 2**30,
     "norm": 1,
 }
 
@@ -65,9 +67,13 @@ def moved(x: torch.Tensor, first: int) -> torch.Tensor:
 class Call:
     """The arguments of one launch, by name."""
 
-    def __init__(self, parameters: Any, chunk: int):
-        """chunk: tokens of one; states of chunks begin where those of the first token do."""
+    def __init__(self, name: str, parameters: Any, chunk: int):
+        """name: of the kernel; chunk: tokens of one; states of chunks begin where those of the first token do."""
         sizes, first = {**SIZES, "chunks": -(-TOKENS // chunk)}, {**FIRST, "chunks": FIRST["tokens"] // chunk}
+        if "output" in name:  # spans are chunks there, and the only one is the first
+            first["chunks"] = 0
+        if "decode" not in name:
+            sizes["G"], first["G"] = TOKENS, FIRST["tokens"]
         self.chunk = chunk
         self.tensors: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
@@ -99,7 +105,8 @@ def test_R07_offsets_beyond_31_bits(kernel: Kernel, arch: str):
     problem = Problem(kernel.op, dtype, K, V, "cuda")
     config = kernel.configs(problem, target.named(arch))[0]
     function = lowered(kernel, problem, config, arch)
-    run, call = Emulated(function, cache=CACHE / "emulator"), Call(function.parameters, getattr(config, "C", TOKENS))
+    run = Emulated(function, cache=CACHE / "emulator")
+    call = Call(kernel.name, function.parameters, getattr(config, "C", TOKENS))
     results = []
     for far in (False, True):
         given = call.arguments(function.parameters, far, scan=kernel.name.endswith(".scan"))

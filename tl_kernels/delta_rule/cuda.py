@@ -149,10 +149,7 @@ def forward(p: Problem, c: Blocks):
                 T.sync_threads()
                 d.solve(system, y_s, ys, acc)
                 if keeps > 0:
-                    if ys.exact:
-                        m.store(y, y_s, t, where[2], i_h, i_v, V)
-                    else:
-                        m.store(y, ys.high, t, where[2], i_h, i_v, V)
+                    m.store(y, y_s if ys.exact else ys.high, t, where[2], i_h, i_v, V)
 
                 # O
                 T.clear(num)

@@ -5,11 +5,18 @@ With the letters of cuda.py, the system of a chunk is solved before the state is
     (I + N B) Y0 = V      (I + N B) W = f * K      Y = Y0 - W S      S = f_C S + K^T (l * B Y)
 
 `prepare` finds Y0 and W, a program a chunk. `carry` walks the chunks of a sequence, two products each, and leaves Y
-and the state before each chunk. `output` makes O, a program a chunk and block of V. Y and the states
-are what backward reads, too.
+and the state before each chunk. `output` makes O, a program a chunk and block of V. Y and the states are what backward
+reads, too.
 
-More is read, written and computed than by `forward`, which does the same in one walk: it pays where a walk leaves most
-multiprocessors idle (linattn_tl/ops/delta_rule/cuda.py).
+From the end, with the letters of cuda_backward.py, it is the same for the gradient of the state:
+
+    (I + N^T B) X0 = scale M^T dO     (I + N^T B) W = l * K
+    X = X0 + W R                      R = f_C R + scale Q^T (f * dO) - K^T (f * B X)
+
+`prepare_back` finds X0 and W, `carry_back` leaves R behind each span, and `backward` does all spans at once.
+
+More is read, written and computed than in one walk: it pays where a walk leaves most multiprocessors idle
+(linattn_tl/ops/delta_rule/cuda.py).
 
 Source: Yang et al. 2024, arXiv 2406.06484, eq. 8-11, with both systems solved by substitution.
 """
@@ -22,7 +29,18 @@ from tl_kernels.spec import Kernel, Problem
 
 
 def prepare(p: Problem, c: Blocks):
-    """Y0 and W of each chunk. Spans are chunks."""
+    return _prepare(p, c, back=False)
+
+
+def prepare_back(p: Problem, c: Blocks):
+    return _prepare(p, c, back=True)
+
+
+def _prepare(p: Problem, c: Blocks, back: bool):
+    """Y0 and W of each chunk, or X0 and its W. Spans are chunks.
+
+    Y0 comes from v alone; X0 from q, k and dO, which takes the place of v.
+    """
     import tilelang.language as T
 
     from tl_kernels import cuda_macros as m
@@ -34,6 +52,7 @@ def prepare(p: Problem, c: Blocks):
 
     @T.prim_func
     def prepare_kernel(
+        q: T.Tensor([tokens, H, K], io),
         k: T.Tensor([tokens, H, K], io),
         v: T.Tensor([tokens, HV, V], io),
         g: T.Tensor([G, HV], f32),
@@ -47,15 +66,21 @@ def prepare(p: Problem, c: Blocks):
         segment: T.int32,
         gated: T.int32,
         norm: T.int32,
+        scale: T.float32,
     ):
         with T.Kernel(spans, HV, threads=c.threads) as (i_s, i_h):
             i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
             ks = m.Tile(C, KP, tile)
             found = m.Tile(C, BV, tile)
-            system = d.System(C, tile)
+            system = d.System(C, tile, reverse=back)
             x_s = T.alloc_shared([C, BV], f32)
             gates = m.Gates(C)
             beta_s = T.alloc_shared([C], f32)
+            if back:
+                qs = m.Tile(C, KP, tile)
+                ms = m.Tile(C, C, tile)
+                q_f = T.alloc_fragment([C, KP], f32)
+                num = T.alloc_fragment([C, BV], f32)
             acc = T.alloc_fragment([ROWS, BV], f32)
             A = T.alloc_fragment([C, C], f32)
             k_f = T.alloc_fragment([C, KP], f32)
@@ -75,23 +100,44 @@ def prepare(p: Problem, c: Blocks):
                 T.clear(A)
                 m.multiply(A, ks, ks, transpose_B=True)
                 for i, j in T.Parallel(C, C):
-                    A[i, j] = T.Select(j < i, A[i, j] * gates.decay(j, i) * beta_s[j], T.float32(0))
+                    if back:
+                        A[i, j] = T.Select(i < j, A[i, j] * gates.decay(i, j) * beta_s[j], T.float32(0))
+                    else:
+                        A[i, j] = T.Select(j < i, A[i, j] * gates.decay(j, i) * beta_s[j], T.float32(0))
                 d.fill_system(system, A)
+                if back:
+                    T.copy(q[t : t + C, i_q, 0:KP], q_f)
+                    m.cleared(q_f, C, KP, where[2] - t)
+                    d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
+                    m.fill(qs, q_f)
+                    T.clear(A)
+                    m.multiply(A, qs, ks, transpose_B=True)
+                    for i, j in T.Parallel(C, C):
+                        A[i, j] = T.Select(j <= i, A[i, j] * gates.decay(j, i) * scale, T.float32(0))
+                    m.fill(ms, A)
                 for n in T.serial(-(-V // BV)):
                     T.copy(v[t : t + C, i_h, n * BV : n * BV + BV], v_f)
                     m.cleared(v_f, C, BV, where[2] - t)
-                    T.copy(v_f, x_s)
+                    if back:
+                        m.fill(found, v_f)
+                        T.clear(num)
+                        m.multiply(num, ms, found, transpose_A=True)
+                        T.copy(num, x_s)
+                    else:
+                        T.copy(v_f, x_s)
                     T.sync_threads()
                     d.solve(system, x_s, found, acc)
                     m.store(y0, x_s if found.exact else found.high, t, where[2], i_h, n * BV, V)
                     T.sync_threads()
+                for i in T.Parallel(C):
+                    gates.factors[i] = gates.last(i) if back else gates.first(i)
                 for n in T.serial(-(-K // BV)):
                     for i, j in T.Parallel(C, BV):
                         if n * BV + j < KP:
                             if ks.exact:
-                                x_s[i, j] = (ks.high[i, n * BV + j] + ks.low[i, n * BV + j]) * gates.first(i)
+                                x_s[i, j] = (ks.high[i, n * BV + j] + ks.low[i, n * BV + j]) * gates.factors[i]
                             else:
-                                x_s[i, j] = T.cast(ks.high[i, n * BV + j], f32) * gates.first(i)
+                                x_s[i, j] = T.cast(ks.high[i, n * BV + j], f32) * gates.factors[i]
                         else:
                             x_s[i, j] = T.float32(0)
                     T.sync_threads()
@@ -311,7 +357,153 @@ def output(p: Problem, c: Blocks):
     return output_kernel
 
 
+def carry_back(p: Problem, c: Blocks):
+    """The gradient of the state behind each span, and where initial > 0 that of the initial one.
+
+    A span is `piece` tokens, a multiple of C; sequences are walked as a whole.
+    """
+    import tilelang.language as T
+
+    from tl_kernels import cuda_macros as m
+    from tl_kernels.delta_rule import cuda_macros as d
+
+    C, BV, io, f32, tile = c.C, c.BV, p.dtype, "float32", tile_dtype(p)
+    K, V, KP = p.K, p.V, rows_of(p.K)
+    NV, ahead = -(-V // BV), c.stages == 1
+    sizes = ("tokens", "H", "HV", "N0", "N1", "G", "pieces", "M")
+    tokens, H, HV, N0, N1, G, pieces, M = (T.dynamic(n) for n in sizes)
+
+    @T.prim_func
+    def carry_back_kernel(
+        q: T.Tensor([tokens, H, K], io),
+        k: T.Tensor([tokens, H, K], io),
+        w: T.Tensor([tokens, HV, K], tile),
+        g: T.Tensor([G, HV], f32),
+        beta: T.Tensor([tokens, HV], f32),
+        x0: T.Tensor([tokens, HV, V], tile),
+        dout: T.Tensor([tokens, HV, V], io),
+        dkv1: T.Tensor([N1, HV, K, V], f32),
+        dkv0: T.Tensor([N0, HV, K, V], f32),
+        behind: T.Tensor([pieces, HV, K, V], f32),
+        cu_seqlens: T.Tensor([M], "int32"),
+        spans: T.int32,
+        sequences: T.int32,
+        length: T.int32,
+        segment: T.int32,
+        piece: T.int32,
+        final: T.int32,
+        initial: T.int32,
+        gated: T.int32,
+        norm: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
+            i_v = i_sv % NV * BV
+            i_s = i_sv // NV
+            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+            qs = m.Tile(C, KP, tile)
+            ks = m.Tile(C, KP, tile)
+            ws = m.Tile(C, KP, tile)
+            xs = m.Tile(C, BV, tile)
+            dos = m.Tile(C, BV, tile)
+            rs = m.Tile(KP, BV, tile, twin=False)
+            q_next = m.Ahead(C, KP, io, ahead)
+            k_next = m.Ahead(C, KP, io, ahead)
+            w_next = m.Ahead(C, KP, tile, ahead)
+            x_next = m.Ahead(C, BV, tile, ahead)
+            dout_next = m.Ahead(C, BV, io, ahead)
+            gates = m.Gates(C)
+            beta_next = T.alloc_shared([C], f32)
+            R = T.alloc_fragment([KP, BV], f32)
+            num = T.alloc_fragment([C, BV], f32)
+            q_f = T.alloc_fragment([C, KP], f32)
+            k_f = T.alloc_fragment([C, KP], f32)
+            w_f = T.alloc_fragment([C, KP], f32)
+            square_f = T.alloc_fragment([C, KP], f32)
+            sum_f = T.alloc_fragment([C], f32)
+            x_f = T.alloc_fragment([C, BV], f32)
+            dout_f = T.alloc_fragment([C, BV], f32)
+            where = T.alloc_local([3], "int32")
+            slot = T.alloc_local([1], "int32")
+
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
+            m.find_chunk(slot, where, cu_seqlens, length, T.max(piece, 1))
+            m.take_state(R, KP, BV, dkv1, final > 0, i_s, i_h, (0, i_v))
+            count = T.ceildiv(where[2] - where[1], C)
+            end = where[1] + (count - 1) * C
+            for i in T.Parallel(C):
+                gates.raw[i] = T.float32(0)
+            T.sync_threads()
+            if count > 0:
+                m.fetch(q_next, q, end, i_q, 0)
+                m.fetch(k_next, k, end, i_q, 0)
+                m.fetch(w_next, w, end, i_h, 0)
+                m.fetch(x_next, x0, end, i_h, i_v)
+                m.fetch(dout_next, dout, end, i_h, i_v)
+                if gated > 0:
+                    m.fetch_column(gates.raw, g, end, C, i_h)
+                m.fetch_column(beta_next, beta, end, C, i_h)
+
+            for n in T.serial(count):
+                t = end - n * C
+                m.await_fetched(True)
+                m.sum_gates(gates, where[2] - t)
+                for i in T.Parallel(C):
+                    gates.factors[i] = T.Select(t + i < where[2], -gates.first(i) * beta_next[i], T.float32(0))
+                m.load(q_f, q_next, q, t, i_q, 0)
+                m.cleared(q_f, C, KP, where[2] - t)
+                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(qs, q_f)
+                m.load(k_f, k_next, k, t, i_q, 0)
+                m.cleared(k_f, C, KP, where[2] - t)
+                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
+                m.fill(ks, k_f)
+                m.load(w_f, w_next, w, t, i_h, 0)
+                m.cleared(w_f, C, KP, where[2] - t)
+                m.fill(ws, w_f)
+                m.load(dout_f, dout_next, dout, t, i_h, i_v)
+                m.cleared(dout_f, C, BV, where[2] - t)
+                for i, j in T.Parallel(C, BV):
+                    dout_f[i, j] *= gates.first(i) * scale
+                m.fill(dos, dout_f)
+                m.load(x_f, x_next, x0, t, i_h, i_v)
+                m.cleared(x_f, C, BV, where[2] - t)
+                T.sync_threads()  # all have taken this chunk
+                if n + 1 < count:
+                    m.fetch(q_next, q, t - C, i_q, 0)
+                    m.fetch(k_next, k, t - C, i_q, 0)
+                    m.fetch(w_next, w, t - C, i_h, 0)
+                    m.fetch(x_next, x0, t - C, i_h, i_v)
+                    m.fetch(dout_next, dout, t - C, i_h, i_v)
+                    if gated > 0:
+                        m.fetch_column(gates.raw, g, t - C, C, i_h)
+                    m.fetch_column(beta_next, beta, t - C, C, i_h)
+
+                if (n == 0) | (T.truncmod(t + C - where[1], piece) == 0):
+                    T.copy(R, behind[slot[0] + T.truncdiv(t - where[1], piece), i_h, 0:KP, i_v : i_v + BV])
+                T.clear(num)
+                m.multiply_state(num, ws, R, rs)
+                for i, j in T.Parallel(C, BV):
+                    num[i, j] = (x_f[i, j] + num[i, j]) * gates.factors[i]
+                m.fill(xs, num)
+                for i, j in T.Parallel(KP, BV):
+                    R[i, j] *= gates.whole
+                m.multiply(R, qs, dos, transpose_A=True)
+                m.multiply(R, ks, xs, transpose_A=True)
+
+            if initial > 0:
+                T.copy(R, dkv0[i_s, i_h, 0:KP, i_v : i_v + BV])
+
+    return carry_back_kernel
+
+
 KERNELS = tuple(
     Kernel(f"delta_rule.{stage}", build, partial(chunk_configs, stage), expects=tensor_cores)
-    for stage, build in (("prepare", prepare), ("carry", carry), ("output", output))
+    for stage, build in (
+        ("prepare", prepare),
+        ("carry", carry),
+        ("output", output),
+        ("prepare_back", prepare_back),
+        ("carry_back", carry_back),
+    )
 )

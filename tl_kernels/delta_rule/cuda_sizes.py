@@ -41,6 +41,15 @@ def _carry(p: Problem, BK: int, BV: int) -> Layout:
     return gated(2 * BK + BV, wide * BV, BK + wide * (BK + BV), squares=0)
 
 
+def _prepare_back(p: Problem, BK: int, BV: int) -> Layout:
+    return gated(2 * BK + BV, _solved(p, BV), 0, squares=2)
+
+
+def _carry_back(p: Problem, BK: int, BV: int) -> Layout:
+    wide = 4 // BYTES[p.dtype] if tile_dtype(p) == "float32" else 1
+    return gated(3 * BK + 2 * BV, 0, 2 * BK + BV + wide * (BK + BV), squares=0)
+
+
 def _output(p: Problem, BK: int, BV: int) -> Layout:
     return gated(2 * BK + BV, BV, 0)
 
@@ -56,6 +65,8 @@ LAYOUTS: Mapping[str, Callable[[Problem, int, int], Layout]] = {
     "prepare": _prepare,
     "carry": _carry,
     "output": _output,
+    "prepare_back": _prepare_back,
+    "carry_back": _carry_back,
 }
 
 
@@ -90,7 +101,8 @@ def backward_configs(p: Problem, target: Target) -> Sequence[Blocks]:
 def chunk_configs(stage: str, p: Problem, target: Target) -> Sequence[Blocks]:
     """Chunks of one size, since one kernel reads what another leaves. None where forward has none."""
     found = _paired(p, target)
-    return _fitting(stage, p, target, [found.C]) if found.forward else ()
+    needed = found.backward if stage.endswith("back") else found.forward
+    return _fitting(stage, p, target, [found.C]) if needed else ()
 
 
 @lru_cache(maxsize=256)

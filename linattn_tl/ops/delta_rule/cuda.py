@@ -1,7 +1,7 @@
 """The delta rule through compiled CUDA kernels: whole sequences forward and backward, and steps.
 
 A pass is one launch whose programs walk whole sequences. Where that leaves multiprocessors idle and sequences are long,
-the forward pass does what chunks can do at once in launches of their own (tl_kernels/delta_rule/cuda_chunks.py).
+what chunks can do at once has launches of its own (tl_kernels/delta_rule/cuda_chunks.py), and backward walks spans.
 
 Kernels write gradients of q, k, g and beta for each value head and block of V; their sums are taken here, in an order
 that does not change. Tensors are handed over contiguous and 16-byte aligned; others are copied first.
@@ -71,7 +71,7 @@ class CudaRunner(SpanRunner):
         y0, w = torch.empty_like(y), y.new_empty(*v.shape[:3], walk.K)
         chunks = walk._replace(segment=C)
         gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, rows_of(start), rows_of(final)
-        self._launch("prepare", chunks, opt, (k, v, g, beta, y0, w, cu), **gates)
+        self._launch("prepare", chunks, opt, (q, k, v, g, beta, y0, w, cu), **gates)
         self._launch(
             "carry", walk, opt, (k, w, g, beta, y0, y, start, final, states, cu),
             **gates, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=rows_of(states),
@@ -134,18 +134,22 @@ class CudaRunner(SpanRunner):
     ) -> list[Any]:
         """dq, dk, dv, dg (None unless it is wanted), dbeta, d initial state, from those of o and of the final state."""
         (q, k, v, g, beta), (dout, dfinal) = tokens, upstream
-        walk = _whole(self._walk("backward", q, v, cu))
+        walk = self._walk("backward", q, v, cu)
         if walk.empty:
             zeros = each(torch.zeros_like, q, k, v, g, beta)
             return [*zeros, unchanged(dfinal, walk, q)]
+        start = left = new_states(walk.sequences, walk, q) if needs[5] else None
+        if walk.cut and "carry_back" in self.binaries:
+            dfinal, left = self._gradients_behind(tokens, cu, walk, dout, dfinal, start, opt), None
+        else:
+            walk = _whole(walk)
         parts = walk.HV * blocks(self.binaries["backward"].config, walk.K, walk.V)
         dq, dk = (x.new_empty(*x.shape[:2], parts, walk.K) for x in (q, k))
         dv, dbeta = torch.empty_like(v), beta.new_empty(*v.shape[:2], parts)
         dg = torch.empty_like(dbeta) if g is not None and needs[3] else None
-        start = new_states(walk.sequences, walk, q) if needs[5] else None
-        N0, N1 = rows_of(start), rows_of(dfinal)
+        N0, N1 = rows_of(left), rows_of(dfinal)
         self._launch(
-            "backward", walk, opt, (q, k, g, beta, kept[0], dout, kept[1], dq, dk, dv, dg, dbeta, dfinal, start, cu),
+            "backward", walk, opt, (q, k, g, beta, kept[0], dout, kept[1], dq, dk, dv, dg, dbeta, dfinal, left, cu),
             **_gate_sizes(walk, g), tokens=walk.tokens, rows=0 if dg is None else walk.tokens, parts=parts,
             N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), chunks=rows_of(kept[1]),
             gates_wanted=int(dg is not None),
@@ -153,6 +157,23 @@ class CudaRunner(SpanRunner):
         dq, dk = (group_sums(x, parts // walk.H, 2) for x in (dq, dk))
         dg, dbeta = each(lambda x: group_sums(x, parts // walk.HV, 2), dg, dbeta)
         return [dq, dk, dv, dg, dbeta, start]
+
+    def _gradients_behind(
+        self, tokens: Sequence[Any], cu: Any, walk: Walk, dout: Any, dfinal: Any, start: Any, opt: Options
+    ) -> torch.Tensor:
+        """The gradient of the state behind each span of a walk that is cut; fills that of the initial one."""
+        q, k, v, g, beta = tokens
+        tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
+        x0, w = (v.new_empty(*v.shape[:3], width, dtype=tile) for width in (walk.V, walk.K))
+        behind, whole = new_states(walk.spans, walk, q), _whole(walk)
+        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, rows_of(start), rows_of(dfinal)
+        chunks = walk._replace(segment=self.binaries["carry_back"].config.C)
+        self._launch("prepare_back", chunks, opt, (q, k, dout, g, beta, x0, w, cu), **gates)
+        self._launch(
+            "carry_back", whole, opt, (q, k, w, g, beta, x0, dout, dfinal, start, behind, cu), **gates,
+            N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), pieces=walk.spans, piece=walk.segment,
+        )  # fmt: skip
+        return behind
 
 
 def _whole(walk: Walk) -> Walk:

@@ -7,7 +7,7 @@ guards, see linattn_tl/guarded.py.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,12 +25,15 @@ from tl_kernels.spec import Kernel, Problem
 
 TRUTH = TorchRunner(recurrent)
 FORGETS = float("-inf")
+SEGMENT = 64  # tokens of a span, where a case has spans: the shortest there is
 KEEPS = 64  # tokens a state that forward leaves: two of its chunks, where those are short
 TENSORS = {  # of each kernel, in order
     "forward": ("q", "k", "v", "g", "beta", "o", "kv0", "kv1", "y", "states", "cu_seqlens"),
-    "prepare": ("k", "v", "g", "beta", "y0", "w", "cu_seqlens"),
+    "prepare": ("q", "k", "v", "g", "beta", "y0", "w", "cu_seqlens"),
     "carry": ("k", "w", "g", "beta", "y0", "y", "kv0", "kv1", "states", "cu_seqlens"),
     "output": ("q", "k", "g", "beta", "y", "states", "o", "cu_seqlens"),
+    "prepare_back": ("q", "k", "dout", "g", "beta", "x0", "back", "cu_seqlens"),
+    "carry_back": ("q", "k", "back", "g", "beta", "x0", "dout", "dkv1", "dkv0", "behind", "cu_seqlens"),
     "backward": (
         "q", "k", "g", "beta", "y", "dout", "states", "dq", "dk", "dv", "dg", "dbeta", "dkv1", "dkv0", "cu_seqlens",
     ),
@@ -55,6 +58,7 @@ class Case:
     gated: bool = True  # there is a g
     keeps: bool = True  # forward leaves what backward reads; backward, the gradient of g is wanted
     strong: bool = False  # most tokens decay by 1e-12; a few forget all, and a few keep all
+    cut: bool = False  # backward, into spans of SEGMENT tokens
 
     @property
     def bounds(self) -> list[int]:
@@ -65,12 +69,15 @@ class Case:
         H, HV = self.H, self.H * self.heads
         return Walk(len(self.tokens), length, total, H, HV, p.K, p.V, length or total + 1)
 
+    def spans(self, p: Problem) -> Walk:
+        return self.walk(p)._replace(segment=SEGMENT) if self.cut else self.walk(p)
+
 
 CASES = (
     Case((70, 70), H=2, options=Options(0.5)),
     Case((1,), H=2, heads=2, options=Options(1.0, qk_l2norm=True), state=True, final=True),
     Case((5, 0, 64, 33), True, heads=2, options=Options(0.3), final=True, gated=False),
-    Case((0, 130, 0, 20), True, 1, 2, Options(0.7, qk_l2norm=True), state=True, final=True, keeps=False),
+    Case((0, 130, 0, 20), True, 1, 2, Options(0.7, qk_l2norm=True), state=True, final=True, keeps=False, cut=True),
     Case((90,), options=Options(0.4), state=True, final=True, strong=True),
 )
 
@@ -98,7 +105,10 @@ class Solved:
     y: torch.Tensor
     y0: torch.Tensor  # Y if the state before each chunk were zero
     w: torch.Tensor  # what of that state Y lacks: Y = Y0 - W S
+    x0: torch.Tensor  # X if the gradient of the state behind each chunk were zero
+    back: torch.Tensor  # W of X = X0 + W R
     states: torch.Tensor  # before each chunk
+    behind: torch.Tensor  # each span, the gradient of the state
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
@@ -152,9 +162,13 @@ def _solve(case: Case, p: Problem, chunk: int, width: int) -> Solved:
     ]
     every = list(spans_of(walk._replace(segment=chunk), case.bounds))
     y, path = _writes(wide, start, case)
-    y0, w = _prepared(wide, every, case)
+    y0, w, x0, back = _prepared(wide, dout, every, case)
+    spans = list(spans_of(case.spans(p), case.bounds))
+    gradients = _gradient_path(wide, dout, dfinal, case)
     return Solved(
-        q=q, k=k, v=v, g=g, beta=beta, dout=dout, start=start, dfinal=dfinal, y=y, y0=y0, w=w, case=case,
+        q=q, k=k, v=v, g=g, beta=beta, dout=dout, start=start, dfinal=dfinal, case=case,
+        y=y, y0=y0, w=w, x0=x0, back=back,
+        behind=in_slots(case.spans(p), spans, [gradients[x.last] for x in spans], (walk.HV, p.K, p.V)),
         states=in_slots(walk._replace(segment=chunk), every, [path[x.first] for x in every], (walk.HV, p.K, p.V)),
         **{name: torch.cat([part[name] for part in parts], -1) for name in ("o", "final", "dv", "dstart")},
         **{name: torch.stack([part[name] for part in parts], 2) for name in ("dg", "dbeta")},
@@ -190,20 +204,36 @@ def _writes(tokens: Any, start: torch.Tensor, case: Case) -> tuple[torch.Tensor,
     return y, path
 
 
-def _prepared(tokens: Any, chunks: Sequence[Span], case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y0 and W, see tl_kernels/delta_rule/cuda_chunks.py."""
-    _, k, v, g, beta = tokens
-    k = normalized(k) if case.options.qk_l2norm else k
-    y0, w = torch.empty_like(v), torch.empty_like(k)
+def _gradient_path(tokens: Any, dout: torch.Tensor, dfinal: torch.Tensor, case: Case) -> dict[int, torch.Tensor]:
+    """The gradient of the state behind token t - 1, by t, without what later tokens of other sequences make of it."""
+    q, k, _, g, beta = tokens
+    q, k = (normalized(x) if case.options.qk_l2norm else x for x in (q, k))
+    found = {}
+    for n, (first, last) in enumerate(pairwise(case.bounds)):
+        behind = dfinal[n].double()
+        for t in reversed(range(first, last)):
+            found[t + 1] = behind
+            own = behind + case.options.scale * torch.einsum("hk,hv->hkv", q[t], dout[t].double())
+            z = beta[t, :, None] * torch.einsum("hkv,hk->hv", own, k[t])
+            behind = g[t].exp()[:, None, None] * (own - torch.einsum("hk,hv->hkv", k[t], z))
+    return found
+
+
+def _prepared(tokens: Any, dout: torch.Tensor, chunks: Sequence[Span], case: Case) -> tuple[torch.Tensor, ...]:
+    """Y0 and W, and X0 and its W: see tl_kernels/delta_rule/cuda_chunks.py."""
+    q, k, v, g, beta = tokens
+    q, k = (normalized(x) if case.options.qk_l2norm else x for x in (q, k))
+    y0, w, x0, back = torch.empty_like(v), torch.empty_like(k), torch.empty_like(v), torch.empty_like(k)
     for x in chunks:
         at = slice(x.first, x.last)
-        kc, vc, gc = (a[at].transpose(0, 1) for a in (k, v, g))
-        N = (decays(gc) * (kc @ kc.mT)).tril(-1) * beta[at].T.unsqueeze(-2)
-        system = N + torch.eye(len(kc[0]), dtype=N.dtype)
-        solve = partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
-        y0[at] = solve(vc).transpose(0, 1)
-        w[at] = solve(gc.cumsum(-1).exp().unsqueeze(-1) * kc).transpose(0, 1)
-    return y0, w
+        qc, kc, vc, gc, oc = (a[at].transpose(0, 1) for a in (q, k, v, g, dout.double()))
+        inside = decays(gc)
+        N, M = (inside * (kc @ kc.mT)).tril(-1), case.options.scale * inside * (qc @ kc.mT)
+        first, last = gc.cumsum(-1).exp().unsqueeze(-1), inside[..., -1, :].unsqueeze(-1)
+        one, b = torch.eye(N.shape[-1], dtype=N.dtype), beta[at].T.unsqueeze(-2)
+        y0[at], w[at] = (torch.linalg.solve(one + N * b, a).transpose(0, 1) for a in (vc, first * kc))
+        x0[at], back[at] = (torch.linalg.solve(one + N.mT * b, a).transpose(0, 1) for a in (M.mT @ oc, last * kc))
+    return y0, w, x0, back
 
 
 # ---- what each kernel is given, and what it is to write
@@ -222,13 +252,25 @@ def _forward(x: Solved) -> Trial:
 
 def _backward(x: Solved) -> Trial:
     given = {"q": x.q, "k": x.k, "beta": x.beta, "y": x.y, "dout": x.dout, "states": x.states}
-    given |= _optional(g=(x.g, x.case.gated), dkv1=(x.dfinal, x.case.final))
+    given |= _optional(g=(x.g, x.case.gated), dkv1=(x.behind, x.case.final or x.case.cut))
     wanted = {"dq": x.dq, "dk": x.dk, "dv": x.dv, "dbeta": x.dbeta}
-    return Trial(given, wanted | _optional(dg=(x.dg, x.case.gated and x.case.keeps), dkv0=(x.dstart, x.case.state)))
+    wanted |= _optional(dg=(x.dg, x.case.gated and x.case.keeps))
+    return Trial(given, wanted | _optional(dkv0=(x.dstart, x.case.state and not x.case.cut)))
+
+
+def _prepare_back(x: Solved) -> Trial:
+    given = {"q": x.q, "k": x.k, "dout": x.dout, "beta": x.beta, **_optional(g=(x.g, x.case.gated))}
+    return Trial(given, {"x0": x.x0, "back": x.back})
+
+
+def _carry_back(x: Solved) -> Trial:
+    given = {"q": x.q, "k": x.k, "back": x.back, "beta": x.beta, "x0": x.x0, "dout": x.dout}
+    given |= _optional(g=(x.g, x.case.gated), dkv1=(x.dfinal, x.case.final))
+    return Trial(given, {"behind": x.behind, **_optional(dkv0=(x.dstart, x.case.state))})
 
 
 def _prepare(x: Solved) -> Trial:
-    given = {"k": x.k, "v": x.v, "beta": x.beta, **_optional(g=(x.g, x.case.gated))}
+    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, **_optional(g=(x.g, x.case.gated))}
     return Trial(given, {"y0": x.y0, "w": x.w})
 
 
@@ -248,9 +290,11 @@ TRIALS = {
     "prepare": _prepare,
     "carry": _carry,
     "output": _output,
+    "prepare_back": _prepare_back,
+    "carry_back": _carry_back,
     "backward": _backward,
 }
-IN_CHUNKS = ("prepare", "output")  # kernels whose spans are chunks
+IN_CHUNKS = ("prepare", "output", "prepare_back")  # kernels whose spans are chunks
 
 
 # ---- the check
@@ -281,18 +325,19 @@ def _check_pass(stage: str, case: Case, p: Problem, launcher: Launcher, device: 
     ) as tensors:
         if case.packed:
             tensors["cu_seqlens"] = torch.tensor(case.bounds, dtype=torch.int32, device=device)
-        walk = case.walk(p)._replace(segment=chunk) if stage in IN_CHUNKS else case.walk(p)
-        packed = launcher.pack(_numbers(tensors, walk, case.options))
+        walk = case.spans(p) if stage == "backward" else case.walk(p)
+        walk = walk._replace(segment=chunk) if stage in IN_CHUNKS else walk
+        packed = launcher.pack(_numbers(tensors, walk, case.options, case.spans(p).segment))
         launcher.launch(packed, [tensors.get(name) for name in TENSORS[stage]])
 
 
 def _dtype(name: str, p: Problem) -> torch.dtype:
-    if name in ("y", "y0", "w", "states"):
+    if name in ("y", "y0", "w", "x0", "back", "states"):
         return getattr(torch, tile_dtype(p))
     return getattr(torch, p.dtype) if name in IO else torch.float32
 
 
-def _numbers(tensors: Tensors, walk: Walk, opt: Options) -> dict[str, float]:
+def _numbers(tensors: Tensors, walk: Walk, opt: Options, piece: int) -> dict[str, float]:
     """Sizes and switches by the tensors that are there: what the runner hands over with them."""
 
     def rows(*names: str) -> int:
@@ -314,6 +359,8 @@ def _numbers(tensors: Tensors, walk: Walk, opt: Options) -> dict[str, float]:
         "gated": int("g" in tensors),
         "gates_wanted": int("dg" in tensors),
         "keeps": KEEPS * ("states" in tensors),
+        "pieces": rows("behind"),
+        "piece": piece,
     }
 
 
@@ -354,16 +401,19 @@ def _check_decode(case: Step, p: Problem, run: CudaDecode, device: Device, gated
 # ---- what is timed
 
 SHAPES = {  # rows, and columns of each value head
-    **dict.fromkeys(("q", "k", "w", "dq", "dk"), ("tokens", "K")),
-    **dict.fromkeys(("v", "o", "y0", "y", "dout", "dv"), ("tokens", "V")),
+    **dict.fromkeys(("q", "k", "w", "back", "dq", "dk"), ("tokens", "K")),
+    **dict.fromkeys(("v", "o", "y0", "y", "x0", "dout", "dv"), ("tokens", "V")),
     **dict.fromkeys(("g", "beta", "dg", "dbeta"), ("tokens", "")),
     "states": ("chunks", "KV"),
+    "behind": ("spans", "KV"),
 }
 WORK = {
     "forward": Work(("q", "k", "v", "g", "beta"), ("o",), 3),
     "prepare": Work(("k", "v", "g", "beta"), ("y0", "w"), 0),
     "carry": Work(("k", "w", "g", "beta", "y0"), ("y", "states"), 2),
     "output": Work(("q", "k", "g", "beta", "y", "states"), ("o",), 1),
+    "prepare_back": Work(("q", "k", "dout", "g", "beta"), ("x0", "back"), 0),
+    "carry_back": Work(("q", "k", "back", "g", "beta", "x0", "dout"), ("behind",), 3),
     "backward": Work(("q", "k", "g", "beta", "y", "dout", "states"), ("dq", "dk", "dv", "dg", "dbeta"), 6),
 }
 
@@ -392,7 +442,7 @@ def workload(
     walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=False)
     walk = walk._replace(segment=launcher.config.C) if stage in IN_CHUNKS else walk
     tensors = {name: _timed(name, walk, launcher.config, p, device) for name in work.moved}
-    packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5, qk_l2norm=True)))
+    packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5, qk_l2norm=True), walk.segment))
     return of_launch(launcher, packed, [tensors.get(name) for name in TENSORS[stage]], work, walk, tensors)
 
 
