@@ -74,11 +74,11 @@ def forward(p: Problem, c: Blocks):
             system = d.System(C, tile)  # I + N B
             cs = system.matrix  # M B, when Y is found
             ss = m.Tile(KP, BV, tile, twin=False)
-            y_s = T.alloc_shared([C, BV], f32)
+            y_s = d.alloc_solved(C, BV)
             out_s = T.alloc_shared([C, BV], io)
             q_next = m.Ahead(C, KP, io, ahead)
             k_next = m.Ahead(C, KP, io, ahead)
-            v_next = m.Ahead(C, BV, io, ahead)
+            v_next = m.Ahead(C, BV, io, ahead, swizzled=True)  # read as Y lies
             gates = m.Gates(C)
             beta_next = T.alloc_shared([C], f32)
             beta_s = T.alloc_shared([C], f32)
@@ -145,11 +145,11 @@ def forward(p: Problem, c: Blocks):
                     m.keep_state(states, slot[0] + T.truncdiv(n * C, T.max(keeps, 1)), i_h, (0, i_v), S, ss)
                 for i, j in T.Parallel(C, BV):
                     num[i, j] = v_f[i, j] - num[i, j] * gates.first(i)
-                T.copy(num, y_s)
+                T.copy(num, y_s[0:C, 0:BV])
                 T.sync_threads()
                 d.solve(system, y_s, ys, acc)
                 if keeps > 0:
-                    m.store(y, y_s if ys.exact else ys.high, t, where[2], i_h, i_v, V)
+                    d.store_solved(y, y_s, ys, t, where[2], i_h, i_v, V)
 
                 # O
                 T.clear(num)

@@ -1,5 +1,7 @@
 """Backward of the gated delta rule on NVIDIA GPUs: one walk from the end makes all gradients.
 
+It walks whole sequences, or spans whose gradient behind them is known (cuda_chunks.py).
+
 With Y, S and the letters of cuda.py, R the gradient of the state after the chunk, and Z = B X,
 
     X + N^T B X = scale M^T dO + l * K R             R = f_C R + scale Q^T (f * dO) - K^T (f * Z)
@@ -24,7 +26,7 @@ from tl_kernels.spec import Kernel, Problem
 
 
 def backward(p: Problem, c: Blocks):
-    """dQ, dK, dV, dbeta and, where gates > 0, dg; where initial > 0, the gradient of the initial state."""
+    """dQ, dK, dV, dbeta and, where gates_wanted > 0, dg; where initial > 0, the gradient of the initial state."""
     import tilelang.language as T
     from tilelang.layout import make_swizzled_layout
 
@@ -95,7 +97,7 @@ def backward(p: Problem, c: Blocks):
             rs = m.Tile(KP, BV, tile, twin=False)  # R, then S, then R
             system = d.System(C, tile, reverse=True)  # I + N^T B
             cs = system.matrix  # M before, G behind
-            x_s = T.alloc_shared([C, BV], f32)
+            x_s = d.alloc_solved(C, BV)
             dk_s = T.alloc_shared([C, KP], io)  # dq before dk
             dv_s = dk_s if BV == KP else T.alloc_shared([C, BV], io)
             q_next = m.Ahead(C, KP, io, ahead)
@@ -123,6 +125,9 @@ def backward(p: Problem, c: Blocks):
             dout_f = T.alloc_fragment([C, BV], f32)
             y_f = T.alloc_fragment([C, BV], f32)
             x_f = T.alloc_fragment([C, BV], f32)
+            z_f = T.alloc_fragment([C, BV], f32)
+            part_f = T.alloc_fragment([C, KP], f32)
+            length_f = T.alloc_fragment([C], f32)
             sum_f = T.alloc_fragment([C], f32)
             c_f = T.alloc_fragment([C], f32)
             d_f = T.alloc_fragment([C], f32)
@@ -171,13 +176,13 @@ def backward(p: Problem, c: Blocks):
                 m.fill(ys, y_f)
                 m.load(q_f, q_next, q, t, i_q, 0)
                 m.cleared(q_f, C, KP, where[2] - t)
-                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
-                T.copy(sum_f, q_inverse)
+                d.normalized(q_f, square_f, length_f, C, KP, norm > 0)
+                T.copy(length_f, q_inverse)
                 m.fill(qs, q_f)
                 m.load(k_f, k_next, k, t, i_q, 0)
                 m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                T.copy(sum_f, k_inverse)
+                d.normalized(k_f, square_f, length_f, C, KP, norm > 0)
+                T.copy(length_f, k_inverse)
                 m.fill(ks, k_f)
                 T.sync_threads()  # all have taken this chunk
                 if n + 1 < count:
@@ -209,7 +214,7 @@ def backward(p: Problem, c: Blocks):
                 T.sync_threads()  # all are done with R
                 T.async_copy(states[slot[0] - n, i_h, 0:KP, i_v : i_v + BV], rs.high)
                 m.multiply(x_f, cs, dos, transpose_A=True)
-                T.copy(x_f, x_s)
+                T.copy(x_f, x_s[0:C, 0:BV])
                 T.clear(products)
                 m.multiply(products, ks, ks, transpose_B=True)
                 for i, j in T.Parallel(C, C):
@@ -217,9 +222,9 @@ def backward(p: Problem, c: Blocks):
                 d.fill_system(system, A)
                 T.sync_threads()
                 d.solve(system, x_s, xs, acc)
-                T.copy(x_s, x_f)
-                m.times_tile(y_f, x_f, ys)
-                T.reduce_sum(y_f, dbeta_f, dim=1)
+                T.copy(x_s[0:C, 0:BV], x_f)
+                m.times_tile(z_f, x_f, ys)
+                T.reduce_sum(z_f, dbeta_f, dim=1)
                 for i in T.Parallel(C):
                     if t + i < where[2]:
                         dbeta[t + i, i_h, i_sv % NV] = dbeta_f[i]
@@ -237,11 +242,11 @@ def backward(p: Problem, c: Blocks):
                 for i, j in T.Parallel(C, KP):
                     dq_f[i, j] *= gates.first(i) * scale
                 if gates_wanted > 0:
-                    m.times_tile(q_f, dq_f, qs)
-                    T.reduce_sum(q_f, c_f, dim=1)
+                    m.times_tile(part_f, dq_f, qs)
+                    T.reduce_sum(part_f, c_f, dim=1)
                     T.copy(c_f, c_s)
                 m.multiply(dq_f, ps, ks)
-                d.norm_slope(dq_f, q_f, sum_f, qs, q_inverse, norm > 0)
+                d.norm_slope(dq_f, part_f, sum_f, qs, q_inverse, norm > 0)
                 T.copy(dq_f, dk_s)
                 m.store(dq, dk_s, t, where[2], i_part, 0, K)
 
@@ -271,8 +276,8 @@ def backward(p: Problem, c: Blocks):
                     from_f[i, j] *= -gates.first(i) * beta_s[i]
                     dk_f[i, j] += from_f[i, j]
                 if gates_wanted > 0:  # with k as the products see it
-                    m.times_tile(k_f, from_f, ks)
-                    T.reduce_sum(k_f, c_f, dim=1)
+                    m.times_tile(part_f, from_f, ks)
+                    T.reduce_sum(part_f, c_f, dim=1)
                     T.copy(c_f, e_s)
 
                 # from R: as it was, but for a factor that the compiler does not know, lest it keeps what it has rounded
@@ -284,11 +289,11 @@ def backward(p: Problem, c: Blocks):
                     from_f[i, j] *= gates.last(i) * beta_s[i]
                     dk_f[i, j] += from_f[i, j]
                 if gates_wanted > 0:
-                    m.times_tile(k_f, from_f, ks)
-                    T.reduce_sum(k_f, d_f, dim=1)
+                    m.times_tile(part_f, from_f, ks)
+                    T.reduce_sum(part_f, d_f, dim=1)
                     T.copy(d_f, d_s)
 
-                d.norm_slope(dk_f, k_f, sum_f, ks, k_inverse, norm > 0)
+                d.norm_slope(dk_f, part_f, sum_f, ks, k_inverse, norm > 0)
                 T.copy(dk_f, dk_s)
                 m.store(dk, dk_s, t, where[2], i_part, 0, K)
 

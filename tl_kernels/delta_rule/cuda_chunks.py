@@ -73,7 +73,7 @@ def _prepare(p: Problem, c: Blocks, back: bool):
             ks = m.Tile(C, KP, tile)
             found = m.Tile(C, BV, tile)
             system = d.System(C, tile, reverse=back)
-            x_s = T.alloc_shared([C, BV], f32)
+            x_s = d.alloc_solved(C, BV)
             gates = m.Gates(C)
             beta_s = T.alloc_shared([C], f32)
             if back:
@@ -122,12 +122,12 @@ def _prepare(p: Problem, c: Blocks, back: bool):
                         m.fill(found, v_f)
                         T.clear(num)
                         m.multiply(num, ms, found, transpose_A=True)
-                        T.copy(num, x_s)
+                        T.copy(num, x_s[0:C, 0:BV])
                     else:
-                        T.copy(v_f, x_s)
+                        T.copy(v_f, x_s[0:C, 0:BV])
                     T.sync_threads()
                     d.solve(system, x_s, found, acc)
-                    m.store(y0, x_s if found.exact else found.high, t, where[2], i_h, n * BV, V)
+                    d.store_solved(y0, x_s, found, t, where[2], i_h, n * BV, V)
                     T.sync_threads()
                 for i in T.Parallel(C):
                     gates.factors[i] = gates.last(i) if back else gates.first(i)
@@ -142,7 +142,7 @@ def _prepare(p: Problem, c: Blocks, back: bool):
                             x_s[i, j] = T.float32(0)
                     T.sync_threads()
                     d.solve(system, x_s, found, acc)
-                    m.store(w, x_s if found.exact else found.high, t, where[2], i_h, n * BV, K)
+                    d.store_solved(w, x_s, found, t, where[2], i_h, n * BV, K)
                     T.sync_threads()
 
     return prepare_kernel
@@ -154,6 +154,7 @@ def carry(p: Problem, c: Blocks):
     Y does not take the place of Y0: a chunk that reaches over the end of its sequence reads rows of the next one.
     """
     import tilelang.language as T
+    from tilelang.layout import make_swizzled_layout
 
     from tl_kernels import cuda_macros as m
     from tl_kernels.delta_rule import cuda_macros as d
@@ -196,7 +197,7 @@ def carry(p: Problem, c: Blocks):
             y_s = T.alloc_shared([C, BV], tile)
             k_next = m.Ahead(C, KP, io, ahead)
             w_next = m.Ahead(C, KP, tile, ahead)
-            y_next = m.Ahead(C, BV, tile, ahead)
+            y_next = m.Ahead(C, BV, tile, ahead, swizzled=True)  # read as Y lies
             gates = m.Gates(C)
             beta_next = T.alloc_shared([C], f32)
             S = T.alloc_fragment([KP, BV], f32)
@@ -208,6 +209,7 @@ def carry(p: Problem, c: Blocks):
             y_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
             slot = T.alloc_local([1], "int32")
+            T.annotate_layout({y_s: make_swizzled_layout(y_s)})
 
             m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
             m.find_chunk(slot, where, cu_seqlens, length, C)
@@ -410,7 +412,7 @@ def carry_back(p: Problem, c: Blocks):
             q_next = m.Ahead(C, KP, io, ahead)
             k_next = m.Ahead(C, KP, io, ahead)
             w_next = m.Ahead(C, KP, tile, ahead)
-            x_next = m.Ahead(C, BV, tile, ahead)
+            x_next = m.Ahead(C, BV, tile, ahead, swizzled=True)  # read as X lies
             dout_next = m.Ahead(C, BV, io, ahead)
             gates = m.Gates(C)
             beta_next = T.alloc_shared([C], f32)

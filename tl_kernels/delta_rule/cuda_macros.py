@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from tl_kernels import cuda_macros as m
 from tl_kernels.delta_rule.norm import NORM_EPS
-from tl_kernels.delta_rule.cuda_sizes import ROWS
+from tl_kernels.delta_rule.cuda_sizes import PAD, ROWS
 
 
 @T.macro
@@ -52,6 +52,11 @@ def take_columns(gates, beta_s, g, beta, t, last, head, given):
     m.sum_gates(gates, last - t)
 
 
+def alloc_solved(rows, columns):
+    """fp32 in shared memory for what is solved for; rows lie so that they do not share banks as accumulators lie."""
+    return T.alloc_shared([rows, columns + PAD], "float32")
+
+
 class System:
     """A triangular system of C rows with ones on its diagonal, which are not stored.
 
@@ -89,6 +94,15 @@ def solve(system, x_s, found, acc):
     if system.rows > 2 * ROWS:
         _solve_block(system, x_s, found, acc, 2)
         _solve_block(system, x_s, found, acc, 3)
+
+
+@T.macro
+def store_solved(x, x_s, found, t, last, head, column, width):
+    """As store of tl_kernels/cuda_macros.py, of what solve has left: in float32 of x_s, whose rows are longer."""
+    exact = x_s if found.exact else found.high
+    for i, j in T.Parallel(found.rows, found.columns):
+        if (t + i < last) & (column + j < width):
+            x[t + i, head, column + j] = exact[i, j]
 
 
 @T.macro

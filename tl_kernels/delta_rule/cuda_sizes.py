@@ -9,6 +9,7 @@ from tl_kernels.cuda_sizes import BYTES, Blocks, Layout, blocks_of, chunk_sizes,
 from tl_kernels.spec import Problem, Target
 
 ROWS = 16  # of a block of the substitution
+PAD = 8  # columns behind those of what is solved for
 SUM_BYTES = 84  # a thread of backward, of sums over warps, each of which has a place of its own; and vectors
 
 
@@ -56,7 +57,7 @@ def _output(p: Problem, BK: int, BV: int) -> Layout:
 
 def _solved(p: Problem, BV: int) -> int:
     """What is solved for, in fp32, and blocks on the diagonal of the system, in columns of outputs."""
-    return 4 * (BV + ROWS) // BYTES[p.dtype]
+    return 4 * (BV + PAD + ROWS) // BYTES[p.dtype]
 
 
 LAYOUTS: Mapping[str, Callable[[Problem, int, int], Layout]] = {
