@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from autotune.launcher import keep, remember
+from linattn_tl.calls import problem_of
 from linattn_tl.launchers import Launcher
 from linattn_tl.registry import UnsupportedError
+from tl_kernels.cuda_sizes import tile_dtype
 from tl_kernels.spec import DTYPES, MAX_HEAD_DIM, Kernel, Problem, Target
 
 MULTIPLE = 16  # of K and V
@@ -58,6 +60,11 @@ class Walk(NamedTuple):
     @property
     def empty(self) -> bool:
         return self.tokens == 0 or self.HV == 0
+
+    @property
+    def whole(self) -> "Walk":
+        """The same with a span a sequence: longer than all packed tokens, so that no sequence has a second slot."""
+        return self._replace(segment=self.length or self.tokens + 1, cut=False)
 
     @property
     def spans(self) -> int:
@@ -130,8 +137,8 @@ def chunk_states(walk: Walk, C: int, like: torch.Tensor, dtype: torch.dtype) -> 
     return torch.empty(chunks, walk.HV, walk.K, walk.V, dtype=dtype, device=like.device)
 
 
-def rows_of(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.shape[0]
+def count(states: torch.Tensor | None) -> int:
+    return 0 if states is None else states.shape[0]
 
 
 # ---- sizes of a launch
@@ -232,10 +239,12 @@ class SpanRunner:
             segment = carried_segment(N, tokens, programs, self.multiprocessors)
         else:
             segment = spread_segment(tokens, programs, self.multiprocessors)
-        if 0 < segment < (length or tokens):
-            return Walk(N, length, tokens, H, HV, K, V, segment, cut=True)
-        # a segment longer than all packed tokens: no sequence takes a second slot, not even an empty last one
-        return Walk(N, length, tokens, H, HV, K, V, length or tokens + 1)
+        walk = Walk(N, length, tokens, H, HV, K, V, segment, cut=True)
+        return walk if 0 < segment < (length or tokens) else walk.whole
+
+    def tile(self, q: torch.Tensor, v: torch.Tensor) -> torch.dtype:
+        """What kernels compute products in, and leave for one another."""
+        return getattr(torch, tile_dtype(problem_of(self.op, q, v)))
 
     def _launch(self, name: str, walk: Walk, opt: Any, tensors: Sequence[Any], **numbers: int) -> None:
         self.binaries[name].launch(self._packed(name, walk, opt, **numbers), tensors)

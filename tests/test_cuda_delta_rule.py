@@ -216,13 +216,15 @@ def test_when_chunks_are_done_at_once():
 
 
 def test_beta_of_one_and_no_decay_for_long(monkeypatch: pytest.MonkeyPatch):
-    """Nothing is forgotten: errors of a chunk stay in the state. In one walk, in chunks at once, and step by step."""
+    """Nothing is forgotten: errors of a chunk stay in the state. In one walk, and in chunks at once."""
     inputs, opt = tokens(T=600, gated=False), Options(0.5, output_final_state=True)
     inputs[4] = torch.ones_like(inputs[4])
     (want, final), _ = TorchRunner(recurrent).forward(each(torch.Tensor.double, *inputs), None, opt)
     found = [runner(*FP32).forward(inputs, None, opt)[0]]
     cut_short(monkeypatch, 64)
+    before = binary("delta_rule.carry", *FP32).launches
     found.append(runner(*FP32).forward(inputs, None, opt)[0])
+    assert binary("delta_rule.carry", *FP32).launches == before + 1
     for o, state in found:
         check_close("o", o, want, dtype="float32")
         check_close("state", state, final, dtype="float32")

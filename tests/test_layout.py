@@ -34,6 +34,7 @@ ROOMS = {  # each room, and the rooms it may import
 LIGHT = {*ROOMS, "torch", "numpy", *sys.stdlib_module_names}
 SHARED = {"spec", "macros", "cuda_macros", "cuda_sizes"}  # the modules of tl_kernels that every family may import
 TILE_PROGRAMS = {"macros", "cuda_macros"}  # modules, of tl_kernels or of a family
+MACROS = "tl_kernels/macros.py"
 SETTINGS = "linattn_tl/settings.py"
 POOL = "autotune/pool.py"
 VAGUE = {"util", "utils", "helper", "helpers", "common"}
@@ -274,7 +275,7 @@ BAD = {
         "from tl_kernels.gla import cuda_macros",
         "tl_kernels.gla.cuda_macros imported at module level",
     ),
-    "macros take tqdm": ("tl_kernels/macros.py", "import tqdm", "tqdm imported at module level"),
+    "macros take tqdm": (MACROS, "import tqdm", "tqdm imported at module level"),
     "future": ("tl_kernels/x/cuda.py", "from __future__ import annotations", "reads annotations as values"),
     "utils": ("linattn_tl/utils.py", "", "'utils' says nothing"),
     "common": ("tl_kernels/common/a.py", "", "'common' says nothing"),
@@ -305,7 +306,7 @@ BAD = {
         "@T.prim_func\ndef f():\n if i in (3, 5):\n  a = 1",
         "cpu.py:3: 'in' inside",
     ),
-    "in a name": ("tl_kernels/macros.py", "@T.macro\ndef f():\n if i in NAMES:\n  a = 1", "'in' inside a tile program"),
+    "in a name": (MACROS, "@T.macro\ndef f():\n if i in NAMES:\n  a = 1", "'in' inside a tile program"),
     "not in": (
         "tl_kernels/x/cpu.py",
         "def b():\n @T.prim_func()\n def f():\n  x = i not in {3}",
@@ -328,7 +329,7 @@ GOOD = {
         "tl_kernels/gla/cuda_macros.py",
         "import tilelang.language as T\nfrom tl_kernels import cuda_macros",
     ),
-    "macros": ("tl_kernels/macros.py", "import tilelang.language as T\nfrom tl_kernels.spec import Problem"),
+    "macros": (MACROS, "import tilelang.language as T\nfrom tl_kernels.spec import Problem"),
     "heavy inside": ("linattn_tl/arrays.py", "def f():\n import cupy\n import matplotlib, tqdm"),
     "heavy for types": ("autotune/build.py", "if TYPE_CHECKING:\n import tilelang"),
     "listed": ("linattn_tl/registry.py", "import importlib\nimportlib.import_module(f'tl_kernels.{name}')"),
@@ -342,7 +343,7 @@ GOOD = {
     "another environ": ("linattn_tl/a.py", "import os\nrequest.environ['a']\nos.path.join('a')"),
     "future elsewhere": ("linattn_tl/a.py", "from __future__ import annotations"),
     "in outside": ("tl_kernels/x/cpu.py", "def f(p):\n return 1 if p.dtype in ('float32',) else 2"),
-    "for in inside": ("tl_kernels/macros.py", "@T.macro\ndef f():\n for i in (1, 2):\n  a = i"),
+    "for in inside": (MACROS, "@T.macro\ndef f():\n for i in (1, 2):\n  a = i"),
 }
 
 

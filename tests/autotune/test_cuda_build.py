@@ -5,7 +5,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autotune import build, cuda_build, cuda_toolkit, target
-from autotune.cuda_toolkit import FunctionReport, Toolkit
+from autotune.cuda_toolkit import Cubin, FunctionReport, Toolkit
 from autotune.launcher.cuda import CudaBinary
 from tests.autotune import cuda_programs
 from tests.autotune.cuda_binaries import compiled
@@ -161,6 +161,24 @@ def test_a_compiler_that_dies_without_a_word(tmp_path: Path, monkeypatch: pytest
         cuda_toolkit.compile_cubin("", "sm_80")
     with pytest.raises(build.BuildError, match=r"^fatbinary failed for sm_80: without a word$"):
         cuda_toolkit.pack_image(b"", "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("usual", "sparing", "kept", "runs"), [(0, 8, 0, 1), (40, 8, 8, 2), (40, 0, 0, 2), (8, 40, 8, 2)]
+)
+def test_what_spills_is_compiled_again(usual: int, sparing: int, kept: int, runs: int, monkeypatch: pytest.MonkeyPatch):
+    """And the one that spills less is kept; what does not spill is compiled once."""
+    seen = []
+
+    def found(source: str, arch: str, flags: Sequence[str]) -> Cubin:
+        seen.append(set(cuda_toolkit.SPARING_FLAGS) <= set(flags))
+        return Cubin(
+            b"", {"first": FunctionReport(255, 0, sparing if seen[-1] else usual), "second": FunctionReport(8)}
+        )
+
+    monkeypatch.setattr(cuda_toolkit, "_compile", found)
+    assert cuda_toolkit.compile_cubin("", "sm_90a").spill_bytes == kept
+    assert seen == [False, True][:runs]
 
 
 @needs_toolkit

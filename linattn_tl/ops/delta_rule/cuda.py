@@ -16,12 +16,10 @@ import torch
 from autotune.launcher.repeat import Argument, Call
 from linattn_tl import outputs, registry
 from linattn_tl.aligned import group_sums, indices, plain, ready
-from linattn_tl.calls import problem_of
 from linattn_tl.ops.delta_rule.definition import Options, TorchRunner
 from linattn_tl.plain import each
-from linattn_tl.spans import SpanRunner, Walk, blocks, chunk_states, new_states, rows_of, unchanged
+from linattn_tl.spans import SpanRunner, Walk, blocks, chunk_states, count, new_states, unchanged
 from linattn_tl.steps import PooledStep
-from tl_kernels.cuda_sizes import tile_dtype
 
 FAMILY = "delta_rule"
 
@@ -49,15 +47,14 @@ class CudaRunner(SpanRunner):
         *tokens, start = each(plain, *inputs)
         q, v, cu = tokens[0], tokens[2], indices(lengths)
         walk, o = self._walk("forward", q, v, cu), torch.empty_like(v)
-        whole = _whole(walk)
         if walk.empty:
             return (o, unchanged(start, walk, q) if opt.output_final_state else None), ()
         final = new_states(walk.sequences, walk, q) if opt.output_final_state else None
-        if walk.cut and "carry" in self.binaries:
-            kept = self._forward_in_chunks(tokens, cu, whole, o, start, final, opt)
+        if walk.cut:
+            kept = self._forward_in_chunks(tokens, cu, walk.whole, o, start, final, opt)
             return (o, final), kept if keep and self.keeps else ()
-        kept = self._new_kept(whole, q, v, self.keeps) if keep and self.keeps else None
-        packed = self._numbers(whole, tokens[3], start, final, kept, opt)
+        kept = self._new_kept(walk, q, v, self.keeps) if keep and self.keeps else None
+        packed = self._numbers(walk, tokens[3], start, final, kept, opt)
         self.binaries["forward"].launch(packed, (*tokens, o, start, final, *(kept or (None, None)), cu))
         return (o, final), kept or ()
 
@@ -70,13 +67,13 @@ class CudaRunner(SpanRunner):
         y, states = kept = self._new_kept(walk, q, v, C)
         y0, w = torch.empty_like(y), y.new_empty(*v.shape[:3], walk.K)
         chunks = walk._replace(segment=C)
-        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, rows_of(start), rows_of(final)
+        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, count(start), count(final)
         self._launch("prepare", chunks, opt, (q, k, v, g, beta, y0, w, cu), **gates)
         self._launch(
             "carry", walk, opt, (k, w, g, beta, y0, y, start, final, states, cu),
-            **gates, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=rows_of(states),
+            **gates, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=count(states),
         )  # fmt: skip
-        self._launch("output", chunks, opt, (q, k, g, beta, y, states, o, cu), **gates, chunks=rows_of(states))
+        self._launch("output", chunks, opt, (q, k, g, beta, y, states, o, cu), **gates, chunks=count(states))
         return kept
 
     @cached_property
@@ -85,11 +82,11 @@ class CudaRunner(SpanRunner):
         return self.binaries["backward"].config.C if "backward" in self.binaries else 0
 
     def _new_kept(self, walk: Walk, q: torch.Tensor, v: torch.Tensor, C: int) -> Kept:
-        tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
+        tile = self.tile(q, v)
         return torch.empty_like(v, dtype=tile), chunk_states(walk, C, q, tile)
 
     def _numbers(self, walk: Walk, g: Any, start: Any, final: Any, kept: Kept | None, opt: Options) -> Any:
-        N0, N1, chunks = rows_of(start), rows_of(final), rows_of(kept[1]) if kept else 0
+        N0, N1, chunks = count(start), count(final), count(kept[1]) if kept else 0
         return self._packed(
             "forward", walk, opt, **_gate_sizes(walk, g), tokens=walk.tokens, rows=walk.tokens if kept else 0,
             N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), chunks=chunks, keeps=self.keeps if kept else 0,
@@ -139,19 +136,17 @@ class CudaRunner(SpanRunner):
             zeros = each(torch.zeros_like, q, k, v, g, beta)
             return [*zeros, unchanged(dfinal, walk, q)]
         start = left = new_states(walk.sequences, walk, q) if needs[5] else None
-        if walk.cut and "carry_back" in self.binaries:
+        if walk.cut:
             dfinal, left = self._gradients_behind(tokens, cu, walk, dout, dfinal, start, opt), None
-        else:
-            walk = _whole(walk)
         parts = walk.HV * blocks(self.binaries["backward"].config, walk.K, walk.V)
         dq, dk = (x.new_empty(*x.shape[:2], parts, walk.K) for x in (q, k))
         dv, dbeta = torch.empty_like(v), beta.new_empty(*v.shape[:2], parts)
         dg = torch.empty_like(dbeta) if g is not None and needs[3] else None
-        N0, N1 = rows_of(left), rows_of(dfinal)
+        N0, N1 = count(left), count(dfinal)
         self._launch(
             "backward", walk, opt, (q, k, g, beta, kept[0], dout, kept[1], dq, dk, dv, dg, dbeta, dfinal, left, cu),
             **_gate_sizes(walk, g), tokens=walk.tokens, rows=0 if dg is None else walk.tokens, parts=parts,
-            N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), chunks=rows_of(kept[1]),
+            N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), chunks=count(kept[1]),
             gates_wanted=int(dg is not None),
         )  # fmt: skip
         dq, dk = (group_sums(x, parts // walk.H, 2) for x in (dq, dk))
@@ -163,22 +158,16 @@ class CudaRunner(SpanRunner):
     ) -> torch.Tensor:
         """The gradient of the state behind each span of a walk that is cut; fills that of the initial one."""
         q, k, v, g, beta = tokens
-        tile = getattr(torch, tile_dtype(problem_of(FAMILY, q, v)))
-        x0, w = (v.new_empty(*v.shape[:3], width, dtype=tile) for width in (walk.V, walk.K))
-        behind, whole = new_states(walk.spans, walk, q), _whole(walk)
-        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, rows_of(start), rows_of(dfinal)
+        x0, w = (v.new_empty(*v.shape[:3], width, dtype=self.tile(q, v)) for width in (walk.V, walk.K))
+        behind = new_states(walk.spans, walk, q)
+        gates, N0, N1 = {**_gate_sizes(walk, g), "tokens": walk.tokens}, count(start), count(dfinal)
         chunks = walk._replace(segment=self.binaries["carry_back"].config.C)
         self._launch("prepare_back", chunks, opt, (q, k, dout, g, beta, x0, w, cu), **gates)
         self._launch(
-            "carry_back", whole, opt, (q, k, w, g, beta, x0, dout, dfinal, start, behind, cu), **gates,
+            "carry_back", walk.whole, opt, (q, k, w, g, beta, x0, dout, dfinal, start, behind, cu), **gates,
             N0=N0, N1=N1, final=int(N1 > 0), initial=int(N0 > 0), pieces=walk.spans, piece=walk.segment,
         )  # fmt: skip
         return behind
-
-
-def _whole(walk: Walk) -> Walk:
-    """Sequences are walked as a whole: what a span does to the state is a matrix."""
-    return walk._replace(segment=walk.length or walk.tokens + 1, cut=False)
 
 
 def _gate_sizes(walk: Walk, g: Any) -> dict[str, int]:

@@ -65,9 +65,8 @@ class Case:
         return list(accumulate(self.tokens, initial=0))
 
     def walk(self, p: Problem) -> Walk:
-        length, total = 0 if self.packed else self.tokens[0], self.bounds[-1]
-        H, HV = self.H, self.H * self.heads
-        return Walk(len(self.tokens), length, total, H, HV, p.K, p.V, length or total + 1)
+        length, H, HV = 0 if self.packed else self.tokens[0], self.H, self.H * self.heads
+        return Walk(len(self.tokens), length, self.bounds[-1], H, HV, p.K, p.V, SEGMENT).whole
 
     def spans(self, p: Problem) -> Walk:
         return self.walk(p)._replace(segment=SEGMENT) if self.cut else self.walk(p)

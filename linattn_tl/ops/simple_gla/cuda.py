@@ -17,11 +17,9 @@ import torch
 from autotune.launcher.repeat import Argument, Call
 from linattn_tl import outputs
 from linattn_tl.aligned import group_sums, indices, plain, ready
-from linattn_tl.calls import problem_of
 from linattn_tl.ops.simple_gla.definition import Options
-from linattn_tl.spans import SpanRunner, Walk, chunk_states, new_states, rows_of, unchanged
+from linattn_tl.spans import SpanRunner, Walk, chunk_states, count, new_states, unchanged
 from linattn_tl.steps import PooledStep
-from tl_kernels.cuda_sizes import tile_dtype
 
 FAMILY = "simple_gla"
 State = torch.Tensor | None
@@ -59,12 +57,7 @@ NOTHING = Crossing()
 def _gate_sizes(x: torch.Tensor | None, states: torch.Tensor | None) -> dict[str, int]:
     """Of a launch that makes c or dg, x [B, T, HV, blocks], or neither."""
     rows = 0 if x is None else x.shape[0] * x.shape[1]
-    return {"rows": rows, "chunks": rows_of(states), "gated": int(x is not None)}
-
-
-def _states_of_chunks(walk: Walk, q: torch.Tensor, v: torch.Tensor, C: int) -> torch.Tensor:
-    """Memory for the state before each chunk of C tokens."""
-    return chunk_states(walk, C, q, getattr(torch, tile_dtype(problem_of(FAMILY, q, v))))
+    return {"rows": rows, "chunks": count(states), "gated": int(x is not None)}
 
 
 class CudaRunner(SpanRunner):
@@ -93,7 +86,7 @@ class CudaRunner(SpanRunner):
         final = left = new_states(walk.sequences, walk, q) if opt.output_final_state else None
         if walk.cut:
             start, left = self._states_before(k, v, g, cu, walk, start, final, opt), None
-        states = _states_of_chunks(walk, q, v, self.keeps) if keep and self.keeps else None
+        states = chunk_states(walk, self.keeps, q, self.tile(q, v)) if keep and self.keeps else None
         packed = self._forward_numbers(walk, start, left, states, opt)
         self.binaries["forward"].launch(packed, (q, k, v, g, o, start, left, states, cu))
         return (o, final), () if states is None else (states,)
@@ -105,7 +98,7 @@ class CudaRunner(SpanRunner):
         return 0 if C % self.binaries["forward"].config.C else C
 
     def _forward_numbers(self, walk: Walk, start: State, left: State, states: State, opt: Options) -> Any:
-        N0, N1, chunks = rows_of(start), rows_of(left), rows_of(states)
+        N0, N1, chunks = count(start), count(left), count(states)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "initial": int(N0 > 0), "final": int(N1 > 0)}
         return self._packed("forward", walk, opt, **sizes, chunks=chunks, keeps=self.keeps if chunks else 0)
 
@@ -130,7 +123,7 @@ class CudaRunner(SpanRunner):
         spans = new_states(walk.spans, walk, x)
         decay = torch.empty(walk.spans, walk.HV, dtype=torch.float32, device=x.device)
         self._carry((x, y, g), cu, walk, None, spans, decay, opt, reverse)
-        N0, N1 = rows_of(start), rows_of(end)
+        N0, N1 = count(start), count(end)
         self._launch(
             "scan", walk, None, (spans, decay, start, end, cu),
             S=walk.spans, N0=N0, N1=N1, initial=int(N0 > 0), final=int(N1 > 0), reverse=int(reverse),
@@ -140,10 +133,10 @@ class CudaRunner(SpanRunner):
     def _carry(
         self, tokens: Any, cu: Any, walk: Walk, start: State, end: Any, decay: Any, opt: Options, reverse: bool
     ) -> None:
-        N0 = rows_of(start)
+        N0 = count(start)
         self._launch(
             "carry", walk, opt, (*tokens, start, end, decay, cu),
-            tokens=walk.tokens, N0=N0, N1=rows_of(end), initial=int(N0 > 0), reverse=int(reverse),
+            tokens=walk.tokens, N0=N0, N1=count(end), initial=int(N0 > 0), reverse=int(reverse),
         )  # fmt: skip
 
     # ---- backward
@@ -186,8 +179,8 @@ class CudaRunner(SpanRunner):
 
     def new_crossing(self, x: Tokens) -> Crossing:
         """Memory that backward_q is to fill; c with a column for each of its blocks of K."""
-        walk = self._walk("backward_q", x.q, x.v, x.cu)
-        states = _states_of_chunks(walk, x.q, x.v, self.binaries["backward_q"].config.C)
+        walk, C = self._walk("backward_q", x.q, x.v, x.cu), self.binaries["backward_q"].config.C
+        states = chunk_states(walk, C, x.q, self.tile(x.q, x.v))
         return Crossing(self._new_gates(x, "backward_q"), states)
 
     def _new_gates(self, x: Tokens, name: str) -> torch.Tensor:
@@ -204,7 +197,7 @@ class CudaRunner(SpanRunner):
         if walk.cut:
             start = self._states_before(x.k, x.v, x.g, x.cu, walk, start, None, opt)
         tensors = (*x[:5], dq, *crossing, start, x.cu)
-        N0 = rows_of(start)
+        N0 = count(start)
         sizes = {"tokens": walk.tokens, "N0": N0, "initial": int(N0 > 0)}
         self._launch("backward_q", walk, opt, tensors, **sizes, **_gate_sizes(*crossing))
         return dq, Crossing(None if crossing.c is None else _block_sums(crossing.c), crossing.states)
@@ -247,7 +240,7 @@ class CudaRunner(SpanRunner):
         self, name: str, walk: Walk, x: Tokens, crossing: Crossing, grads: Any, final: State, left: State, opt: Options
     ) -> None:
         tensors = (*x[:5], *crossing, *grads, final, left, x.cu)
-        N0, N1 = rows_of(left), rows_of(final)
+        N0, N1 = count(left), count(final)
         sizes = {"tokens": walk.tokens, "N0": N0, "N1": N1, "final": int(N1 > 0), "initial": int(N0 > 0)}
         self._launch(name, walk, opt, tensors, **sizes, **_gate_sizes(grads[3], crossing.states))
 
