@@ -1,9 +1,11 @@
 """python -m benchmarks.static_report: what is known of the CUDA kernels without a GPU.
 
 From the compiler: registers, spills, shared memory, size, and whether tensor cores and TMA are in the machine code.
-From the emulator, at a small size: bytes of global memory a token and head against the floor (each tensor moved once,
-see each family's trial_cuda.py; the gradient of gates is not asked for), sectors against the fewest that could hold
-them, the worst bank conflict of a line, and whether the run was clean.
+From the emulator, at a small size: bytes of global memory a token and head that programs ask for, and how many of them
+are distinct, both against the floor (each tensor moved once, see each family's trial_cuda.py; the gradient of gates is
+not asked for); sectors against the fewest that could hold them, the worst bank conflict of a line, and whether the run
+was clean. What reaches HBM lies between the two: value heads that share a q/k head read the same rows, and find them
+in the L2 cache where they run at the same time.
 Nothing here has run on a GPU, and nothing is a time.
 """
 
@@ -42,6 +44,7 @@ class Row:
     clean: bool
     bytes_per_token_head: float
     floor_ratio: float  # to the bytes of each tensor moved once
+    distinct_ratio: float  # of distinct bytes to the same
     sector_ratio: float
     worst_conflict: float  # passes over the banks of a line, for each that was needed
 
@@ -76,6 +79,7 @@ def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
         run.clean,
         run.counters.global_bytes / (T * H),
         run.counters.global_bytes / work.bytes,
+        run.counters.unique_bytes / work.bytes,
         run.counters.total.sector_ratio,
         max((site.conflict_degree for site in run.sites if site.shared_requests), default=1.0),
     )
@@ -83,7 +87,7 @@ def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
 
 def table(rows: list[Row]) -> str:
     head = ("kernel", "arch", "dtype", "D", "regs", "spill", "smem KB", "image KB", "matrix/TMA", "B/token", "x floor")
-    lines = [(*head, "sectors", "banks", "emulated")]
+    lines = [(*head, "distinct", "sectors", "banks", "emulated")]
     for row in rows:
         counts = row.instructions
         units = "?" if counts is None else " ".join(n for n in ("HGMMA", "HMMA", "UTMALDG") if counts.get(n)) or "none"
@@ -100,6 +104,7 @@ def table(rows: list[Row]) -> str:
                 units,
                 f"{row.bytes_per_token_head:.0f}",
                 f"{row.floor_ratio:.2f}",
+                f"{row.distinct_ratio:.2f}",
                 f"{row.sector_ratio:.2f}",
                 f"{row.worst_conflict:.1f}",
                 "clean" if row.clean else "NOT CLEAN",

@@ -24,6 +24,7 @@ ROW = Row(
     clean=True,
     bytes_per_token_head=1040.0,
     floor_ratio=1.015625,
+    distinct_ratio=1.003,
     sector_ratio=1.0,
     worst_conflict=2.0,
 )
@@ -32,7 +33,7 @@ ROW = Row(
 def test_a_row_of_the_table():
     head, row = table([ROW]).splitlines()
     assert head.split()[:4] == ["kernel", "arch", "dtype", "D"]
-    for word in ("forward", "sm_90a", "168", "138", "19.0", "HGMMA UTMALDG", "1040", "1.02", "clean"):
+    for word in ("forward", "sm_90a", "168", "138", "19.0", "HGMMA UTMALDG", "1040", "1.02", "1.00", "clean"):
         assert word in row
 
 
@@ -51,6 +52,7 @@ def test_decode_moves_its_state_once():
     assert row.clean
     assert row.spill_bytes == 0
     assert 1.0 <= row.floor_ratio < 1.2
+    assert row.distinct_ratio <= row.floor_ratio
     assert row.registers > 0 and row.image_bytes > 0
 
 
