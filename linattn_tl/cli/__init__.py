@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 # as a newcomer needs them; others follow
-ORDER = ("doctor", "tune", "build", "show", "verify", "wheel", "explain", "bench")
+ORDER = ("doctor", "tune", "build", "show", "verify", "wheel", "explain", "bench", "cache")
 
 
 def commands() -> list[ModuleType]:

@@ -309,6 +309,114 @@ def test_build_that_fails_names_what_failed(say: Any, monkeypatch: pytest.Monkey
     assert [b["status"] for b in report["built"]].count("error") == 1
 
 
+# ---- cache
+
+SHAPE = ("--heads", "32", "--key-dim", "128", "--no-normalizer", "--kv-heads", "8", "--layers", "8")
+KINDS = ("linear", "hybrid", "mha", "gqa", "mqa", "mla")
+
+
+def test_cache(say: Any):
+    """By hand: states of 2 MiB a layer; 16, 4, 0.5 and 1.125 KiB a token and layer; two of the hybrid's layers grow."""
+    code, text, err = say("cache", *SHAPE, "--lengths", "65536,1024")
+    assert (code, err) == (0, "")
+    check_text(text, tables=1)
+    head, titles, _, *rows = text.splitlines()[:9]
+    assert head.startswith("8 layers, H=32 HV=32 K=128 V=128; 4 bytes") and head.endswith("MiB a sequence")
+    assert titles.split()[2:] == ["T=1,024", "T=65,536", ">=", "linear", ">=", "hybrid"]
+    assert [(row.split()[0], *row.split()[-4:]) for row in rows] == [
+        ("linear", "16.0", "16.0", "-", "-"),
+        ("hybrid", "20.0", "524.0", "512", "-"),
+        ("MHA", "128.0", "8,192.0", "128", "103"),
+        ("GQA", "32.0", "2,048.0", "512", "512"),
+        ("MQA", "4.0", "256.0", "4,096", "-"),
+        ("MLA", "9.0", "576.0", "1,821", "12,288"),
+    ]
+
+
+def test_cache_by_default_fits_a_screen(say: Any):
+    code, text, _ = say("cache")
+    assert code == 0
+    check_text(text, tables=1)
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
+    check_text(say("cache", "--pattern", "L" * 300 + "S", "--conv-size", "4", "--layers", "600")[1], tables=1)
+
+
+def test_cache_of_a_small_model_counts_single_bytes(say: Any):
+    text = say("cache", "--heads", "1", "--key-dim", "4", "--layers", "1", "--lengths", "1,3")[1]
+    check_text(text, tables=1)
+    assert "; bytes a sequence" in text
+    assert text.splitlines()[3].split()[-4:] == ["80", "80", "-", "-"]  # 4 (16 + 4)
+
+
+def test_cache_json(say: Any):
+    options = ("--pattern", "DS", "--softmax", "mla", "--lengths", "10", "--state-bytes", "2", "--kv-bytes", "1")
+    code, out, err = say("cache", *SHAPE, *options, "--json")
+    report = json.loads(out)
+    assert (code, err, report["lengths"], report["plot"]) == (0, "", [10], None)
+    assert (report["model"]["pattern"], report["model"]["softmax"]) == ("DS", "mla")
+    assert report["model"]["layer"] == {
+        "H": 32, "HV": 32, "K": 128, "V": 128, "normalizer": False, "conv_size": 1, "kv_heads": 8,
+        "latent": 512, "rope": 64,
+    }  # fmt: skip
+    kinds = report["kinds"]
+    assert tuple(kinds) == KINDS
+    state = 2 * 4 * 524288
+    assert kinds["hybrid"] == {
+        "fixed_bytes": state, "bytes_per_token": 4 * 576, "bytes": [state + 4 * 5760], "crossover": {"linear": 1821}
+    }  # fmt: skip
+    assert kinds["mqa"]["crossover"] == {"linear": 4096, "hybrid": None}
+    assert (kinds["linear"]["bytes"], kinds["linear"]["crossover"]) == ([2 * state], {})
+
+
+def test_cache_takes_every_size(say: Any):
+    options = ("--value-heads", "64", "--value-dim", "16", "--conv-size", "4", "--latent", "100", "--rope", "0")
+    kinds = json.loads(say("cache", *SHAPE, *options, "--json")[1])["kinds"]
+    state = 64 * 128 * 16 + 3 * (2 * 32 * 128 + 64 * 16)
+    assert kinds["linear"]["fixed_bytes"] == 4 * 8 * state
+    tokens = {"mha": 32 * 128 + 64 * 16, "gqa": 8 * 144, "mqa": 144, "mla": 100}
+    assert {kind: kinds[kind]["bytes_per_token"] for kind in tokens} == {k: 2 * 8 * n for k, n in tokens.items()}
+
+
+def test_cache_plot(say: Any, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "sizes.png"
+    code, text, err = say("cache", "--plot", str(path))
+    assert (code, err) == (0, "") and text.endswith(f"wrote {path}\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    out = say("cache", "--plot", str(path), "--lengths", "1", "--pattern", "S", "--json")[1]
+    assert json.loads(out)["plot"] == str(path)
+
+
+def test_cache_plot_without_matplotlib_says_so(say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = error(say("cache", "--plot", str(tmp_path / "sizes.png")), "cache")
+    assert "--plot needs matplotlib" in message and "linattn-tl[plot]" in message
+    assert say("cache")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--heads", "0"], "--heads is 0; expected at least 1"),
+        (["--key-dim", "-4"], "--key-dim is -4; expected at least 1"),
+        (["--value-dim", "0"], "--value-dim is 0; expected at least 1"),
+        (["--value-heads", "33"], "--value-heads is 33; expected a multiple of H = 32"),
+        (["--kv-heads", "5"], "--kv-heads is 5; expected a divisor of HV = 32"),
+        (["--conv-size", "0"], "--conv-size is 0; expected at least 1"),
+        (["--layers", "0"], "--layers is 0; expected at least 1"),
+        (["--pattern", "L-S"], "--pattern is 'L-S'; expected capital letters"),
+        (["--softmax", "full"], "--softmax is 'full'; expected one of mha, gqa, mqa, mla"),
+        (["--kv-bytes", "0"], "--kv-bytes is 0; expected at least 1"),
+        (["--lengths", "64,1k"], "--lengths has '1k'; expected tokens, at least 1"),
+        (["--lengths", "0"], "--lengths has '0'; expected tokens, at least 1"),
+        (["--lengths", ""], "--lengths has ''; expected tokens, at least 1"),
+        (["--plot", "sizes.txt"], "--plot is 'sizes.txt'; expected a name that ends in .png"),
+    ],
+)
+def test_cache_names_what_is_wrong(say: Any, argv: list[str], message: str):
+    assert message in error(say("cache", *argv), "cache")
+
+
 # ---- errors
 
 
