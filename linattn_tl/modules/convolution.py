@@ -60,9 +60,13 @@ class ShortConvolution(nn.Module):
         return y, extended[0, (cu_seqlens[1:] + numbers * room).unsqueeze(1) + inside]
 
     def _convolve(self, extended: torch.Tensor) -> torch.Tensor:
-        """[B, T + size - 1, channels] -> [B, T, channels]"""
-        y = F.conv1d(extended.mT, self.weight.unsqueeze(1), self.bias, groups=self.channels)
-        return F.silu(y.mT)
+        """[B, T + size - 1, channels] -> [B, T, channels]
+
+        As an image of height 1 whose channels come last, which is how x lies: conv1d would copy it to and fro.
+        """
+        image = extended.unsqueeze(1).permute(0, 3, 1, 2)
+        y = F.conv2d(image, self.weight[:, None, None], self.bias, groups=self.channels)
+        return F.silu(y.permute(0, 2, 3, 1).squeeze(1))
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """One token of each sequence, x [B, channels]; the state [B, size - 1, channels] moves on in place."""

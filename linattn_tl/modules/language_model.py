@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from linattn_tl import shapes
-from linattn_tl.modules.packing import Packing, packing_of, positions_of
+from linattn_tl.modules.norms import RMSNorm
+from linattn_tl.modules.packing import Packing, packing_of, positions_of, sequences_of
 from linattn_tl.modules.stacks import HybridStack
 from linattn_tl.modules.states import Cache
 
@@ -25,8 +26,9 @@ class CausalLM(nn.Module):
     """Predicts the next token, with a head that shares the embedding's weights.
 
         logits, loss, cache = model(ids, targets=next_ids)
-        logits, _, cache = model(prompt, keep_state=True)
-        logits = model.step(next_id, cache)             # [B] -> [B, vocabulary], the cache changes in place
+        with torch.no_grad():
+            logits, _, cache = model(prompt, keep_state=True)
+            logits = model.step(next_id, cache)         # [B] -> [B, vocabulary], the cache changes in place
 
     Args:
         vocabulary: number of tokens.
@@ -55,7 +57,7 @@ class CausalLM(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width, **made)
         self.positions = nn.Embedding(positions, width, **made) if positions else None
         self.stack = HybridStack(width, heads, pattern, layers, norm_eps=norm_eps, **made, **stack)
-        self.norm = nn.RMSNorm(width, eps=norm_eps, **made)
+        self.norm = RMSNorm(width, eps=norm_eps, **made)
         self._shrink()
 
     def _shrink(self) -> None:
@@ -95,6 +97,7 @@ class CausalLM(nn.Module):
             ValueError, TypeError: an argument has a wrong shape, dtype or value, or a cache is of another model.
         """
         self._check(ids, targets)
+        sequences_of("CausalLM", ids, cu_seqlens)
         packing = packing_of("CausalLM", mask, ids, cu_seqlens)
         if packing is not None:
             return self._forward_packed(packing, ids, cache, targets, keep_state)

@@ -3,7 +3,7 @@
 Each is one of our ops between projections. `forward` reads whole sequences at once, `step` one token; they agree:
 
     y, state = layer(x, keep_state=True)        # x [B, T, width]
-    y1 = layer.step(x1, state)                  # x1 [B, width]; the state changes in place
+    y1 = layer.step(x1, state)                  # x1 [B, width], under no_grad; the state changes in place
 
 Widths: `heads` q/k heads of key_dim, `value_heads` (a multiple of heads) of value_dim.
 """
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from linattn_tl import calls
 from linattn_tl.modules.convolution import ShortConvolution
+from linattn_tl.modules.norms import RMSNorm
 from linattn_tl.modules.packing import forward_packed, packing_of, sequences_of
 from linattn_tl.modules.states import RecurrentState, check_kind, check_shapes
 from linattn_tl.ops.delta_rule import delta_rule, delta_rule_decode, gated_delta_rule, gated_delta_rule_decode
@@ -80,7 +82,7 @@ class RecurrentLayer(nn.Module):
         controls = self.controls_per_head * self.value_heads
         self.controls = nn.Linear(width, controls, bias=False, **made) if controls else None
         self.gate = nn.Linear(width, values, bias=False, **made) if gate else None
-        self.norm = nn.RMSNorm(self.value_dim, eps=norm_eps, **made) if norm else None
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps, **made) if norm else None
         self.out = nn.Linear(values, width, bias=False, **made)
 
     def forward(
@@ -110,8 +112,9 @@ class RecurrentLayer(nn.Module):
         packing = packing_of(type(self).__name__, mask, x, cu_seqlens)
         if packing is not None:
             return forward_packed(self, packing, x, state, keep_state)
+        sequences = sequences_of(type(self).__name__, x, cu_seqlens)
         if state is not None:
-            self.check_state(state, sequences_of(type(self).__name__, x, cu_seqlens))
+            self.check_state(state, sequences)
         mixed, conv = self.qkv(x), None
         if self.conv is not None:
             mixed, conv = self.conv(mixed, None if state is None else state.conv, cu_seqlens)
@@ -128,7 +131,7 @@ class RecurrentLayer(nn.Module):
         if not keep_state:
             return y, None
         kv, z = memory if self.normalizes else (memory, None)
-        return y, RecurrentState(kv, z, conv)
+        return y, RecurrentState(kv, z, None if conv is None else conv.clone())  # it is a view of all tokens
 
     def step(self, x: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """The next token of each sequence, x [B, width] -> [B, width]; the state changes in place. Has no gradient."""
@@ -140,13 +143,16 @@ class RecurrentLayer(nn.Module):
         return self._result(self.ops[1](*args, self._memory(state), backend=self.backend, **options), x)
 
     def init_state(self, batch: int, *, device: Any = None, dtype: Any = None) -> RecurrentState:
-        """The state of `batch` sequences before their first token: zeros. dtype: of the convolution's, float32 else."""
+        """The state of `batch` sequences before their first token: zeros.
+
+        dtype: of the tokens, the parameters' when None; what is summed up is in fp32, or in float64 with them.
+        """
         device = self.out.weight.device if device is None else device
         dtype = self.out.weight.dtype if dtype is None else dtype
-        shapes = self._shapes(batch)
+        dtypes = {"kv": calls.wide(dtype), "z": calls.wide(dtype), "conv": dtype}
         made = {
-            name: None if s is None else torch.zeros(s, device=device, dtype=dtype if name == "conv" else torch.float32)
-            for name, s in shapes.items()
+            name: None if shape is None else torch.zeros(shape, device=device, dtype=dtypes[name])
+            for name, shape in self._shapes(batch).items()
         }
         return RecurrentState(**made)  # pyright: ignore[reportArgumentType]
 
@@ -177,7 +183,7 @@ class RecurrentLayer(nn.Module):
     def _result(self, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """o [..., value_heads, value_dim] -> [..., width]"""
         if self.norm is not None:
-            o = self.norm(o)
+            o = self.norm(o).to(o.dtype)
         o = o.flatten(-2)
         if self.gate is not None:
             o = o * F.silu(self.gate(x))
@@ -360,7 +366,7 @@ class Mamba2(RecurrentLayer):
     def __init__(self, width: int, heads: int, *, conv_size: int = 4, norm_eps: float = 1e-6, **sizes: Any):
         super().__init__(width, heads, conv_size=conv_size, gate=True, **sizes)
         made = {"device": sizes.get("device"), "dtype": sizes.get("dtype")}
-        self.norm = nn.RMSNorm(self.value_heads * self.value_dim, eps=norm_eps, **made)  # pyright: ignore[reportArgumentType]
+        self.norm = RMSNorm(self.value_heads * self.value_dim, eps=norm_eps, **made)  # pyright: ignore[reportArgumentType]
         self.D = nn.Parameter(torch.ones(self.value_heads, **made))
         self.A_log, self.dt_bias = decay_parameters(self.value_heads, sizes.get("device"))
 

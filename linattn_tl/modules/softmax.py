@@ -67,12 +67,13 @@ class SoftmaxAttention(nn.Module):
         packing = packing_of("SoftmaxAttention", mask, x, cu_seqlens)
         if packing is not None:
             return forward_packed(self, packing, x, state, keep_state)
+        sequences = sequences_of("SoftmaxAttention", x, cu_seqlens)
         if state is not None:
-            self.check_state(state, sequences_of("SoftmaxAttention", x, cu_seqlens))
+            self.check_state(state, sequences)
         q, k, v = self._project(x, cu_seqlens, None if state is None else state.lengths)
         if state is None and cu_seqlens is None:
             o = self._attend(q, k, v, None, is_causal=True)
-            kept = KVState(k, v, torch.full((len(x),), x.shape[1], device=x.device), x.shape[1]) if keep_state else None
+            kept = self._kept(k, v) if keep_state else None
         else:
             o, kept = self._piecewise(q, k, v, state, keep_state, cu_seqlens)
         return self.out(o.transpose(1, 2).flatten(-2)), kept
@@ -81,6 +82,10 @@ class SoftmaxAttention(nn.Module):
         """The next token of each sequence, x [B, width] -> [B, width]; the state grows in place. Has no gradient."""
         self.check_state(state, len(x))
         q, k, v = self._project(x.unsqueeze(1), None, state.lengths)
+        if torch.is_grad_enabled() and (q.requires_grad or state.k.requires_grad):
+            raise ValueError(
+                "SoftmaxAttention.step: q requires a gradient; expected torch.no_grad(), for a step in place has none"
+            )
         if state.longest == state.room:
             state.grow()
         rows = torch.arange(len(x), device=x.device)
@@ -121,6 +126,12 @@ class SoftmaxAttention(nn.Module):
             return q, k, v
         positions = positions_of(x.shape[1], cu_seqlens, read, x.device)
         return rotated(q, positions, self.rope_base), rotated(k, positions, self.rope_base), v
+
+    def _kept(self, k: torch.Tensor, v: torch.Tensor) -> KVState:
+        """Copies: k and v are views of a row that holds q too."""
+        lengths = torch.full((len(k),), k.shape[2], dtype=torch.int64, device=k.device)
+        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+        return KVState(k, v, lengths, k.shape[2])
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False

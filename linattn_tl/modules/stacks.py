@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from linattn_tl.modules.norms import RMSNorm
 from linattn_tl.modules.packing import forward_packed, packing_of, sequences_of
 from linattn_tl.modules.recurrent import DeltaNet, GatedDeltaNet, LinearAttention, Mamba2, Retention, SimpleGLA
 from linattn_tl.modules.softmax import SoftmaxAttention
@@ -59,9 +60,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         made = {"device": device, "dtype": dtype}
         hidden = -(-width // 12) * 32 if mlp_width is None else mlp_width
-        self.norm = nn.RMSNorm(width, eps=norm_eps, **made)
+        self.norm = RMSNorm(width, eps=norm_eps, **made)
         self.layer = layer
-        self.mlp_norm = nn.RMSNorm(width, eps=norm_eps, **made) if hidden else None
+        self.mlp_norm = RMSNorm(width, eps=norm_eps, **made) if hidden else None
         self.mlp = GatedMLP(width, hidden, **made) if hidden else None
 
     def forward(
@@ -146,8 +147,9 @@ class HybridStack(nn.Module):
         packing = packing_of("HybridStack", mask, x, cu_seqlens)
         if packing is not None:
             return forward_packed(self, packing, x, cache, keep_state)
+        sequences = sequences_of("HybridStack", x, cu_seqlens)
         if cache is not None:
-            self.check_cache(cache, sequences_of("HybridStack", x, cu_seqlens))
+            self.check_cache(cache, sequences)
         states = []
         for i, block in enumerate(self.blocks):
             state = None if cache is None else cache.layers[i]
