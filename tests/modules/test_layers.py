@@ -5,7 +5,14 @@ import copy
 import pytest
 import torch
 
-from linattn_tl.modules import GatedDeltaNet, HybridStack, LinearAttention, SoftmaxAttention, TransformerBlock
+from linattn_tl.modules import (
+    GatedDeltaNet,
+    HybridStack,
+    LinearAttention,
+    ShortConvolution,
+    SoftmaxAttention,
+    TransformerBlock,
+)
 from tests.modules.models import HEADS, LAYERS, WIDTH, error, layer_of, stepped, truth
 
 FP32 = 1e-5  # relative RMS, as of the ops
@@ -247,6 +254,23 @@ def test_the_short_convolution_sees_its_last_tokens_only():
     b[:, 3] += 1
     changed = (layer.conv(layer.qkv(a))[0] != layer.conv(layer.qkv(b))[0]).any(-1)[0]
     assert changed.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_the_convolution_s_gradient():
+    """Against differences, once and twice; and under torch.func."""
+    conv = ShortConvolution(5, 4, bias=True).double()
+    torch.nn.init.normal_(conv.bias)
+    x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
+    names = dict(conv.named_parameters())
+
+    def called(x, *values):
+        return torch.func.functional_call(conv, dict(zip(names, values, strict=True)), (x,))[0]
+
+    assert torch.autograd.gradcheck(called, (x, *names.values()))
+    assert torch.autograd.gradgradcheck(called, (x, *names.values()))
+    several = torch.stack([x, 2 * x])
+    mapped = torch.func.vmap(lambda x: conv(x)[0])(several)
+    assert error(mapped, torch.stack([conv(x)[0], conv(2 * x)[0]])) < 1e-12
 
 
 # ---- bad input
