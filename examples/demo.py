@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run("-m", "benchmarks.run", "--quick", "--json", str(out / "benchmark.json"), "--plot", str(out)):
         return stopped(4)
     announce(5, f"train a small byte-level language model for {args.seconds:.0f} s, then generate with it")
-    if run(str(ROOT / "examples" / "byte_lm.py"), "--seconds", f"{args.seconds:g}", "--out", str(out)):
+    if run("-m", "examples.byte_lm", "--seconds", f"{args.seconds:g}", "--out", str(out)):
         return stopped(5)
     print(f"\nDone in {time.monotonic() - start:.0f} s. Files in {shown(out)}:")
     for path in sorted(out.iterdir()):

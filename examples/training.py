@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Run:
     warmup: float = 0.05  # a fraction of the run
     weight_decay: float = 0.1
     seed: int = 0
+    dtype: str = "float32"  # of products; anything else by way of autocast
 
 
 def train(model: CausalLM, sample: Sampler, run: Run, name: str = "training") -> list[float]:
@@ -48,21 +50,27 @@ def train(model: CausalLM, sample: Sampler, run: Run, name: str = "training") ->
         while (done := max(len(losses) / run.steps, (time.monotonic() - start) / run.seconds)) < 1:
             for group in optimizer.param_groups:
                 group["lr"] = run.learning_rate * min(1, done / run.warmup + 0.01) * (1 - done)
-            losses.append(_step(model, sample(generator), optimizer))
+            losses.append(_step(model, sample(generator), optimizer, run.dtype))
             bar.set_description_str(f"step {len(losses)}, {losses[-1]:.2f} bits", refresh=False)
             bar.update(min(done, 1) - bar.n)
         bar.update(1 - bar.n)
     return losses
 
 
-def _step(model: CausalLM, batch: Batch, optimizer: torch.optim.Optimizer) -> float:
-    ids, targets = batch
-    loss = model(ids, targets=targets).loss
+def _step(model: CausalLM, batch: Batch, optimizer: torch.optim.Optimizer, dtype: str) -> float:
+    loss = loss_of(model, batch, dtype)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.item() * BITS
+
+
+def loss_of(model: CausalLM, batch: Batch, dtype: str = "float32") -> torch.Tensor:
+    """In nats."""
+    ids, targets = batch
+    with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
+        return model(ids, targets=targets).loss
 
 
 def progress_bar(name: str) -> Any:
@@ -74,20 +82,32 @@ def progress_bar(name: str) -> Any:
     return tqdm(total=1.0, file=sys.stderr, mininterval=interval, bar_format=layout)
 
 
-def faster_thread_count(model: CausalLM, sample: Sampler) -> int:
-    """One or all: on a machine that is busy with something else, threads that wait for each other lose time."""
+class Setting(NamedTuple):
+    threads: int
+    dtype: str
 
-    def best_of_three(threads: int) -> float:
-        torch.set_num_threads(threads)
+
+def fastest_setting(model: CausalLM, sample: Sampler, threads: int = 0, dtype: str = "") -> Setting:
+    """Threads (one or all) and dtype in which this machine trains fastest; what is given is not tried.
+
+    On a machine that is busy with something else, threads that wait for each other lose time; and bfloat16 is the
+    faster one only where the processor multiplies it.
+    """
+    counts = {threads} if threads else {1, torch.get_num_threads()}
+    settings = list(starmap(Setting, product(counts, [dtype] if dtype else ["float32", "bfloat16"])))
+
+    def best_of_three(setting: Setting) -> float:
+        torch.set_num_threads(setting.threads)
         times = []
-        for _ in range(3):
-            ids, targets = sample(torch.Generator())
+        for _ in range(4):
+            batch = sample(torch.Generator())
             start = time.perf_counter()
-            model(ids, targets=targets).loss.backward()
+            loss_of(model, batch, setting.dtype).backward()
             times.append(time.perf_counter() - start)
-        return min(times)
+        return min(times[1:])
 
-    found = min({1, torch.get_num_threads()}, key=best_of_three)
+    found = settings[0] if len(settings) == 1 else min(settings, key=best_of_three)
+    torch.set_num_threads(found.threads)
     model.zero_grad()
     return found
 

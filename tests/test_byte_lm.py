@@ -1,14 +1,13 @@
 """The examples: the byte model learns and generates from its state alone, and the demo notices a wrong op."""
 
 import json
-import math
 import sysconfig
 
 import pytest
 import torch
 
 import linattn_tl
-from examples import byte_lm, demo
+from examples import byte_lm, demo, training
 
 
 @pytest.fixture(autouse=True)
@@ -44,49 +43,78 @@ def test_the_report_is_readable(tmp_path, capsys):
         assert wanted in out
 
 
-def test_runs_are_repeatable():
+def test_runs_are_repeatable(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     losses = []
     for _ in range(2):
-        torch.manual_seed(0)
-        losses.append(byte_lm.train(byte_lm.ByteLM(), TEXT, steps=3, seconds=math.inf))
+        byte_lm.main(["--steps", "3", "--threads", "1", "--dtype", "float32", "--out", str(tmp_path), "--json"])
+        losses.append(json.loads(capsys.readouterr().out)["losses"])
     assert losses[0] == losses[1]
 
 
-def test_steps_equal_the_whole_sequence():
-    torch.manual_seed(0)
-    model = byte_lm.ByteLM()
-    ids = TEXT[:50].long().unsqueeze(0)
-    with torch.no_grad():
-        whole, _ = model(ids)
-        first, memory = model(ids[:, :20], keep_memory=True)
-        steps = [model.step(ids[:, t], memory) for t in range(20, 50)]
-    torch.testing.assert_close(torch.cat([first, torch.stack(steps, 1)], 1), whole, rtol=1e-4, atol=1e-4)
+def test_models_of_one_size_are_compared(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert byte_lm.main(["--compare", "--steps", "4", "--save", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    saved = json.loads((tmp_path / "byte_lm.json").read_text())
+    assert (tmp_path / "byte_lm.png").stat().st_size > 1000
+    assert saved["command"].startswith("python -m examples.")
+    assert saved["machine"]["torch"] == torch.__version__
+    assert list(saved["models"]) == list(byte_lm.COMPARED)
+    sizes = [x["parameters"] for x in saved["models"].values()]
+    assert max(sizes) < 1.002 * min(sizes)
+    assert all(len(x["losses"]) == 4 for x in saved["models"].values())
+    assert "3:1 hybrid   NNNS" in out
+    assert "published" in out
 
 
-def test_a_prompt_shorter_than_the_convolution():
-    torch.manual_seed(0)
-    model = byte_lm.ByteLM()
-    made = byte_lm.generate(model, TEXT[:1], 5)
-    assert byte_lm.compare_with_rerun(model, made)[1]
+def test_what_is_said_follows_from_the_order():
+    assert "As published" in byte_lm.said_of_order(["3:1 hybrid", "gated delta", "gated", "delta", "linear"])
+    said = byte_lm.said_of_order(["3:1 hybrid", "linear", "gated delta", "gated", "delta"])
+    assert said.startswith("Not as published")
+    assert "gated delta not before linear" in said
+    assert "hybrid" not in said
 
 
-def test_memory_does_not_grow():
-    model = byte_lm.ByteLM()
-    sizes = {byte_lm.memory_bytes(byte_lm.generate(model, TEXT[:10], n).memory) for n in (1, 30)}
-    assert len(sizes) == 1
+def test_the_curve_is_a_mean():
+    steps, means = byte_lm.smoothed([1.0] * byte_lm.SMOOTH + [3.0])
+    assert means == [1.0, 3.0]
+    assert steps == [byte_lm.SMOOTH / 2, byte_lm.SMOOTH + 0.5]
+
+
+@pytest.mark.parametrize("pattern", ["L", "NNNS"])
+def test_memory_grows_with_softmax_layers_alone(pattern):
+    model = byte_lm.make_model(pattern)
+    sizes = {byte_lm.generate(model, TEXT[:10], n).cache.nbytes for n in (1, 100)}
+    assert (len(sizes) == 1) == (pattern == "L")
 
 
 def test_a_state_that_forgets_is_noticed(monkeypatch):
-    torch.manual_seed(0)
-    model = byte_lm.ByteLM()
-    right = byte_lm.ByteLM.step
+    model = byte_lm.make_model()
+    right = byte_lm.CausalLM.step
 
-    def forgetful(self, ids, memory):
-        memory.states[0].kv.mul_(0.9)
-        return right(self, ids, memory)
+    def forgetful(self, ids, cache):
+        cache.layers[0].kv.mul_(0.9)
+        return right(self, ids, cache)
 
-    monkeypatch.setattr(byte_lm.ByteLM, "step", forgetful)
+    assert byte_lm.compare_with_rerun(model, byte_lm.generate(model, TEXT[:1], 10)) < (byte_lm.TOLERANCE, True)
+    monkeypatch.setattr(byte_lm.CausalLM, "step", forgetful)
+    with torch.no_grad():
+        model.stack.blocks[0].layer.out.weight.mul_(100)
     assert byte_lm.compare_with_rerun(model, byte_lm.generate(model, TEXT[:30], 10))[0] > byte_lm.TOLERANCE
+
+
+def test_the_fastest_setting_is_among_those_asked_for():
+    model = byte_lm.make_model()
+
+    def sample(generator):
+        return byte_lm.sample_batch(TEXT, generator)
+
+    assert training.fastest_setting(model, sample, 1, "bfloat16") == (1, "bfloat16")
+    found = training.fastest_setting(model, sample)
+    assert found.threads == torch.get_num_threads()
+    assert found.dtype in ("float32", "bfloat16")
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_text_is_split_without_overlap_and_in_the_same_way_each_time(monkeypatch, tmp_path):
