@@ -38,11 +38,11 @@ def numbers(capsys, *args):
 
 
 def test_both_models_learn_and_all_is_said(few_images, tmp_path, capsys):
-    found = numbers(capsys, "60", "--out", str(tmp_path / "out"), "--save", str(tmp_path / "saved"))
+    found = numbers(capsys, "100", "--out", str(tmp_path / "out"), "--save", str(tmp_path / "saved"))
     parameters = {about["parameters"] for about in found["models"].values()}
     assert len(parameters) == 1
     for about in found["models"].values():
-        assert about["steps"] == 60
+        assert about["steps"] == 100
         assert about["last_loss_bits"] < 0.5 * about["first_loss_bits"]
         assert about["valid_bits_per_dim"] < found["histogram_bits_per_dim"]
         assert about["identity"]["same_pixels"]
