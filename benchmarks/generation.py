@@ -27,7 +27,7 @@ from linattn_tl.modules import Cache, CausalLM, KVState, generate
 WIDTH, HEADS, LAYERS, VOCABULARY, BATCH = 256, 4, 4, 256, 4
 PROMPT, NEW = 2048, 1024
 MODELS = {"linear": "L", "gated delta": "N", "3:1 hybrid": "NNNS", "softmax": "S"}
-LENGTHS = (64, 256, 1024, 4096, 16384, 32768)
+LENGTHS = (16, 64, 256, 1024, 4096, 16384, 32768)
 EDGE = 128  # tokens that make up the start and the end
 STEPS = 24  # of each model at a length
 TRAINED = {"linear": "L", "gated": "G", "delta": "D", "3:1 hybrid": "NNNS"}
@@ -157,16 +157,16 @@ def filled(model: CausalLM, length: int) -> Cache:
     return cache
 
 
-def crossover(rival: Sequence[float], ours: Sequence[float]) -> float | None:
-    """The length from which `rival` is larger, between LENGTHS on a straight line; None if never."""
-    for i, (a, b) in enumerate(zip(rival, ours, strict=True)):
-        if a < b:
-            continue
-        if i == 0:
-            return float(LENGTHS[0])
-        before = ours[i - 1] - rival[i - 1]
-        return LENGTHS[i - 1] + (LENGTHS[i] - LENGTHS[i - 1]) * before / (before + a - b)
-    return None
+def crossover(rival: Sequence[float], ours: Sequence[float]) -> str:
+    """The length from which `rival` is the larger of the two to the end, between LENGTHS on a straight line."""
+    smaller = [i for i, (a, b) in enumerate(zip(rival, ours, strict=True)) if a < b]
+    if not smaller:
+        return f"{LENGTHS[0]:,} tokens or fewer"
+    i = smaller[-1]
+    if i == len(LENGTHS) - 1:
+        return f"more than {LENGTHS[-1]:,} tokens"
+    before, after = ours[i] - rival[i], rival[i + 1] - ours[i + 1]
+    return f"{LENGTHS[i] + (LENGTHS[i + 1] - LENGTHS[i]) * before / (before + after):,.0f} tokens"
 
 
 # ---- training
@@ -188,7 +188,7 @@ def training_steps(threads: int) -> list[Training]:
 
 
 def stepping(model: CausalLM, batch: training.Batch, dtype: str) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
         training.loss_of(model, batch, dtype).backward()
@@ -243,10 +243,9 @@ def _crossovers(steps: Sequence[Steps]) -> list[str]:
         rows = {x.model: x for x in steps if x.threads == threads}
         softmax = rows.pop("softmax")
         for name, x in rows.items():
-            time_at, size_at = crossover(softmax.step_ms, x.step_ms), crossover(softmax.cache_mb, x.cache_mb)
-            slower, larger = (f"{at:,.0f}" if at else f"more than {LENGTHS[-1]:,}" for at in (time_at, size_at))
+            slower, larger = crossover(softmax.step_ms, x.step_ms), crossover(softmax.cache_mb, x.cache_mb)
             lines.append(
-                f"  threads={threads}: softmax is slower than {name} from {slower} tokens, larger from {larger}"
+                f"  threads={threads}: softmax is slower than {name} from {slower} on, larger from {larger} on"
             )
     return lines
 

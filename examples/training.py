@@ -41,7 +41,7 @@ class Run:
 def train(model: CausalLM, sample: Sampler, run: Run, name: str = "training") -> list[float]:
     """Until the steps or the seconds are used up. Returns the loss of each step in bits."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=run.weight_decay
+        model.parameters(), lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=run.weight_decay, fused=True
     )
     generator = torch.Generator().manual_seed(run.seed)
     losses: list[float] = []

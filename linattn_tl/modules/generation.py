@@ -147,6 +147,7 @@ def _steps(
     if count == 0:
         return
     logits, cache = prefill(model, rows, chunk)
+    cache.reserve(count)
     live = list(range(len(rows)))
     for i in range(count):
         tokens = sampling.pick(logits, generator)

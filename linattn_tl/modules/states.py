@@ -96,6 +96,7 @@ class Cache:
     cache.reorder([2, 2, 0])     # beam search: row i goes on from what row [i] was, in place
     cache.select([0, 3])         # sequences that are done leave the batch
     cache.joined(other)          # others come
+    cache.reserve(1000)          # room for so many tokens more, where softmax layers need it
     cache.save(path), Cache.load(path)
     """
 
@@ -120,6 +121,12 @@ class Cache:
             for x in layer.tensors().values():
                 x.copy_(x.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
+
+    def reserve(self, tokens: int) -> None:
+        """Room for that many more tokens of each sequence, so that nothing is moved while they come."""
+        self.layers = [
+            layer.with_room(layer.longest + tokens) if isinstance(layer, KVState) else layer for layer in self.layers
+        ]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> "Cache":
         """A cache of some of the sequences, in the order of rows; one may be there more than once."""

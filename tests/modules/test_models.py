@@ -211,6 +211,18 @@ def test_room_grows_with_the_tokens_and_a_linear_state_does_not():
     assert softmax.room == 128
 
 
+def test_room_can_be_reserved():
+    model = model_of("LS")
+    with torch.no_grad():
+        cache = model(ids_of(2, 10), keep_state=True).cache
+        cache.reserve(30)
+        rows = cache.layers[1].k
+        wanted = stepped(model, ids_of(2, 30, seed=2), model(ids_of(2, 10), keep_state=True).cache)
+        assert error(stepped(model, ids_of(2, 30, seed=2), cache), wanted) < 1e-6
+    assert cache.layers[1].k is rows
+    assert cache.layers[1].room == 40
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
