@@ -152,7 +152,7 @@ def filled(model: CausalLM, length: int) -> Cache:
                 x.normal_(std=0.1)
         if isinstance(layer, KVState):
             layer.lengths.fill_(length)
-            layer.longest = length
+            layer.shortest = layer.longest = length
     cache.lengths.fill_(length)
     return cache
 

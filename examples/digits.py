@@ -34,7 +34,7 @@ from examples.training import (
     BITS,
     Batch,
     Run,
-    faster_thread_count,
+    fastest_setting,
     figure,
     save_figure,
     save_results,
@@ -260,9 +260,8 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Cau
     D = WIDTH // HEADS
     backends = linattn_tl.preload("linear_attention", K=D, V=D)  # builds before the clock runs
     images = load_images()
-    threads = args.threads or faster_thread_count(make_model("linear"), lambda g: sample_batch(images.train, g))
-    torch.set_num_threads(threads)
-    run = Run(steps=args.steps, seconds=args.seconds, learning_rate=LEARNING_RATE)
+    setting = fastest_setting(make_model("linear"), lambda g: sample_batch(images.train, g), args.threads, args.dtype)
+    run = Run(steps=args.steps, seconds=args.seconds, learning_rate=LEARNING_RATE, dtype=setting.dtype)
     trained = {name: train_one(name, images, run) for name in PATTERNS}
     models = {name: model for name, (model, _) in trained.items()}
     torch.set_num_threads(1)  # a pixel a step is too little work to share
@@ -270,7 +269,8 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Cau
         "train_images": len(images.train),
         "valid_images": len(images.valid),
         "backends": backends,
-        "threads": threads,
+        "threads": setting.threads,
+        "dtype": setting.dtype,
         "histogram_bits_per_dim": histogram_bits(images),
         "models": {name: about for name, (_, about) in trained.items()},
         "images_per_s": {batch: images_per_s(models, batch) for batch in BATCHES},
@@ -406,6 +406,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train each model so many steps, whatever the time")
     parser.add_argument("--seconds", type=float, help="train each so long (default 100, or no limit with --steps)")
     parser.add_argument("--threads", type=int, default=0, help="of training (default: the faster of one and all)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of training (float32)")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="where digits.png goes")
     parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/digits.json and DIR/digits.png")
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON instead of text")

@@ -86,17 +86,8 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(
                 "SoftmaxAttention.step: q requires a gradient; expected torch.no_grad(), for a step in place has none"
             )
-        if state.longest == state.room:
-            state.grow()
-        rows = torch.arange(len(x), device=x.device)
-        state.k[rows, :, state.lengths] = k.squeeze(2).to(state.k.dtype)
-        state.v[rows, :, state.lengths] = v.squeeze(2).to(state.v.dtype)
-        state.lengths += 1
-        state.longest += 1
+        there = _append(state, k, v)
         keys, values = state.k[:, :, : state.longest], state.v[:, :, : state.longest]
-        there = None
-        if len(x) > 1:
-            there = torch.arange(state.longest, device=x.device) < state.lengths[:, None, None, None]
         o = self._attend(q.to(keys.dtype), keys, values, there)
         return self.out(o.flatten(1).to(x.dtype))
 
@@ -108,7 +99,7 @@ class SoftmaxAttention(nn.Module):
             "dtype": weight.dtype if dtype is None else dtype,
         }
         k, v = (torch.zeros(batch, self.kv_heads, room, self.head_dim, **made) for _ in range(2))
-        return KVState(k, v, torch.zeros(batch, dtype=torch.int64, device=made["device"]), 0)
+        return KVState(k, v, torch.zeros(batch, dtype=torch.int64, device=made["device"]), 0, 0)
 
     def check_state(self, state: Any, batch: int) -> None:
         """Raise TypeError or ValueError unless `state` is one of this layer for `batch` sequences."""
@@ -125,13 +116,15 @@ class SoftmaxAttention(nn.Module):
         if self.rope_base is None:
             return q, k, v
         positions = positions_of(x.shape[1], cu_seqlens, read, x.device)
-        return rotated(q, positions, self.rope_base), rotated(k, positions, self.rope_base), v
+        turned = rotated(rows[:, : self.heads + self.kv_heads], positions, self.rope_base)
+        return turned[:, : self.heads], turned[:, self.heads :], v
 
     def _kept(self, k: torch.Tensor, v: torch.Tensor) -> KVState:
         """Copies: k and v are views of a row that holds q too."""
-        lengths = torch.full((len(k),), k.shape[2], dtype=torch.int64, device=k.device)
+        T = k.shape[2]
+        lengths = torch.full((len(k),), T, dtype=torch.int64, device=k.device)
         k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
-        return KVState(k, v, lengths, k.shape[2])
+        return KVState(k, v, lengths, T, T)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool = False
@@ -166,7 +159,7 @@ class SoftmaxAttention(nn.Module):
         longest = max(lengths, default=0)
         room = max(longest, 0 if state is None else state.room)
         k, v = (_padded(x, room) if x else k[:0] for x in (keys, values))
-        return o, KVState(k, v, torch.tensor(lengths, device=q.device, dtype=torch.int64), longest)
+        return o, KVState.of(k, v, torch.tensor(lengths, device=q.device, dtype=torch.int64))
 
     def _attend_after(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, read: int) -> torch.Tensor:
         """Queries that stand behind `read` keys which they all see."""
@@ -174,6 +167,25 @@ class SoftmaxAttention(nn.Module):
             return self._attend(q, k, v, None, is_causal=True) if q.shape[2] else q
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(read)
         return self._attend(q, k, v, seen)
+
+
+def _append(state: KVState, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """Write a token of each sequence, [N, kv_heads, 1, D], behind its others, in place.
+
+    Returns which of the `longest` places belong to each sequence, [N, 1, 1, longest]; None if all do.
+    """
+    if state.longest == state.room:
+        state.grow()
+    even = state.shortest == state.longest
+    for kept, new in ((state.k, k), (state.v, v)):
+        if even:
+            kept[:, :, state.longest] = new.squeeze(2)
+        else:
+            kept[torch.arange(len(k), device=k.device), :, state.lengths] = new.squeeze(2).to(kept.dtype)
+    state.lengths += 1
+    state.shortest += 1
+    state.longest += 1
+    return None if even else torch.arange(state.longest, device=k.device) < state.lengths[:, None, None, None]
 
 
 def _pieces(

@@ -59,9 +59,15 @@ class KVState(LayerState):
     k: torch.Tensor  # [N, kv_heads, room, D]
     v: torch.Tensor
     lengths: torch.Tensor  # [N] tokens that are there, int64
-    longest: int  # the largest of them
+    shortest: int  # none of them is less, and
+    longest: int  # none is more; known without a look at the tensor, which would wait for a GPU
 
     kind = "kv"
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> "KVState":
+        known = lengths.tolist()
+        return cls(k, v, lengths, min(known, default=0), max(known, default=0))
 
     @property
     def room(self) -> int:
@@ -78,15 +84,13 @@ class KVState(LayerState):
         self.k, self.v = grown.k, grown.v
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "KVState":
-        state = super().changed(change)
-        state.longest = int(state.lengths.max()) if len(state.lengths) else 0
-        return state
+        return KVState.of(change(self.k), change(self.v), change(self.lengths))
 
     def joined(self, other: "KVState") -> "KVState":
         room = max(self.room, other.room)
         mine, theirs = self.with_room(room), other.with_room(room)
-        tensors = {name: torch.cat([x, theirs.tensors()[name]]) for name, x in mine.tensors().items()}
-        return KVState(**tensors, longest=max(self.longest, other.longest))  # pyright: ignore[reportArgumentType]
+        k, v, lengths = (torch.cat([getattr(x, name) for x in (mine, theirs)]) for name in ("k", "v", "lengths"))
+        return KVState.of(k, v, lengths)
 
 
 @dataclass
@@ -184,8 +188,7 @@ def _kinds(cache: Cache) -> str:
 def _restored(kind: str, tensors: dict[str, torch.Tensor]) -> LayerState:
     if kind == RecurrentState.kind:
         return RecurrentState(**tensors)
-    lengths = tensors["lengths"]
-    return KVState(tensors["k"], tensors["v"], lengths, int(lengths.max()) if len(lengths) else 0)
+    return KVState.of(**tensors)
 
 
 def check_shapes(owner: str, state: LayerState, expected: dict[str, tuple[int, ...] | None]) -> None:
