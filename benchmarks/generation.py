@@ -1,4 +1,4 @@
-"""Whole models on the CPU: `python -m benchmarks.generation [--threads 1,2] [--json] [--plot FILE]`.
+"""Whole models on the CPU: `python -m benchmarks.generation [--threads 1,2] [--json] [--save DIR]`.
 
 1  Generation: 1024 tokens after a prompt of 2048, batches of 4; models of one shape with linear attention, with gated
    delta rule, 3:1 hybrid, and with softmax attention and a KV cache, a token of each in turn. Time per token at the
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", default="1,2", help="comma-separated (default 1,2)")
     parser.add_argument("--parts", default="generation,steps,training", help="comma-separated (default: all)")
     parser.add_argument("--json", action="store_true", help="numbers as JSON on stdout")
-    parser.add_argument("--plot", type=Path, help="a picture of time and size over the length")
+    parser.add_argument("--save", type=Path, help="a folder for generation.json and generation.png")
     args = parser.parse_args(argv)
     parts = {"generation": generation, "steps": steps_by_length, "training": training_steps}
     wanted = args.parts.split(",")
@@ -281,13 +281,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in wanted:
             print(f"{name}, threads={threads}", file=sys.stderr)
             found[name] += parts[name](threads)
-    if args.plot:
-        plot(found, args.plot)
-    if args.json:
-        rows = {name: [asdict(x) for x in values] for name, values in found.items()}
-        print(json.dumps({"machine": training.machine(), "lengths": LENGTHS, **rows}, indent=1))
-    else:
-        print(text(found))
+    numbers = {"lengths": LENGTHS, **{name: [asdict(x) for x in values] for name, values in found.items()}}
+    if args.save:
+        training.save_results(numbers, args.save / "generation.json")
+        if found["steps"]:
+            plot(found, args.save / "generation.png")
+    print(json.dumps({"machine": training.machine(), **numbers}, indent=1) if args.json else text(found))
     return 0
 
 

@@ -126,8 +126,8 @@ def _cpu_lines() -> list[str]:
 def save_results(found: dict[str, Any], path: Path) -> None:
     """Numbers as JSON, with the command that made them and the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    module = Path(sys.argv[0]).stem
-    command = shlex.join(["python", "-m", f"examples.{module}", *sys.argv[1:]])
+    script = Path(sys.argv[0])
+    command = shlex.join(["python", "-m", f"{script.parent.name}.{script.stem}", *sys.argv[1:]])
     path.write_text(json.dumps({"command": command, "machine": machine(), **found}, indent=1) + "\n")
 
 

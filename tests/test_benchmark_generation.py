@@ -24,11 +24,12 @@ def small(monkeypatch):
 
 def test_the_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert generation.main(["--threads", "1", "--plot", str(tmp_path / "steps.png")]) == 0
+    assert generation.main(["--threads", "1", "--save", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for wanted in ("generation after 20 tokens", "growth", "softmax is slower than linear from", "torch backend"):
         assert wanted in out
-    assert (tmp_path / "steps.png").stat().st_size > 1000
+    assert (tmp_path / "generation.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "generation.json").read_text())["command"].startswith("python -m ")
 
 
 def test_numbers_for_scripts(capsys):
