@@ -79,7 +79,12 @@ def traced(*tensors: Any) -> bool:
 
 
 def transformed() -> bool:
-    """Under vmap, grad, jvp or a dual level, where tensors have no memory that a kernel could read."""
+    """Under vmap, grad, jvp or a dual level, where tensors have no memory that a kernel could read.
+
+    torch.compile traces under levels of its own, which are none of the caller's.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return _functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 

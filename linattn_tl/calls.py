@@ -114,7 +114,7 @@ def check_out(op: str, out: torch.Tensor, **states: torch.Tensor) -> None:
 
 
 def refuse_transforms(op: str, instead: str) -> None:
-    if not torch.compiler.is_compiling() and apply.transformed():
+    if apply.transformed():
         raise NotImplementedError(
             f"{op}: a step in place has no derivative and no batch rule; under torch.func and forward-mode AD "
             f"expected {instead} with initial_state and output_final_state"

@@ -503,6 +503,6 @@ def _in_place(tokens: tuple[Tensor, ...], state: tuple[Tensor, Tensor]) -> bool:
     """Whether a step may write to the state: no derivative of it is wanted, and no graph holds it."""
     if any(x.requires_grad for x in state):
         return False
-    if not torch.compiler.is_compiling() and apply.transformed():
+    if apply.transformed():
         return False
     return not torch.is_grad_enabled() or not any(x.requires_grad for x in tokens)
