@@ -179,7 +179,7 @@ def training_steps(threads: int) -> list[Training]:
     for name, pattern in TRAINED.items():
         models = {backend: byte_lm.make_model(pattern, backend) for backend in ("auto", "torch")}
         setting = training.fastest_setting(models["auto"], lambda _: batch, threads)
-        check_same_loss(name, *models.values(), batch, setting.dtype)
+        check_same_gradients(name, *models.values(), batch, setting.dtype)
         runs = {backend: stepping(model, batch, setting.dtype) for backend, model in models.items()}
         times = measure.interleaved(runs, rounds=ROUNDS)
         ours, rival = (times[backend].median_us / 1e3 for backend in ("auto", "torch"))
@@ -198,7 +198,7 @@ def stepping(model: CausalLM, batch: training.Batch, dtype: str) -> Callable[[],
     return step
 
 
-def check_same_loss(name: str, ours: CausalLM, rival: CausalLM, batch: training.Batch, dtype: str) -> None:
+def check_same_gradients(name: str, ours: CausalLM, rival: CausalLM, batch: training.Batch, dtype: str) -> None:
     """Nothing is timed that is not right: the gradients of both backends agree."""
     grads = []
     for model in (ours, rival):

@@ -37,6 +37,10 @@ class Run:
     seed: int = 0
     dtype: str = "float32"  # of products; anything else by way of autocast
 
+    def __post_init__(self) -> None:
+        if min(self.steps, self.seconds) == math.inf:
+            raise ValueError("Run: steps and seconds are infinite; expected one that ends the training")
+
 
 def train(model: CausalLM, sample: Sampler, run: Run, name: str = "training") -> list[float]:
     """Until the steps or the seconds are used up. Returns the loss of each step in bits."""
@@ -49,7 +53,7 @@ def train(model: CausalLM, sample: Sampler, run: Run, name: str = "training") ->
     with progress_bar(name) as bar:
         while (done := max(len(losses) / run.steps, (time.monotonic() - start) / run.seconds)) < 1:
             for group in optimizer.param_groups:
-                group["lr"] = run.learning_rate * min(1, done / run.warmup + 0.01) * (1 - done)
+                group["lr"] = run.learning_rate * (min(1, done / run.warmup + 0.01) if run.warmup else 1) * (1 - done)
             losses.append(_step(model, sample(generator), optimizer, run.dtype))
             bar.set_description_str(f"step {len(losses)}, {losses[-1]:.2f} bits", refresh=False)
             bar.update(min(done, 1) - bar.n)

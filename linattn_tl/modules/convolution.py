@@ -63,9 +63,11 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, extended: torch.Tensor) -> torch.Tensor:
         """[B, T + size - 1, channels] -> [B, T, channels]"""
+        if extended.shape[1] < self.size:  # no tokens
+            return extended[:, :0]
         # the dtype of what comes out of a projection, under autocast too
         weight, bias = (None if x is None else x.to(extended.dtype) for x in (self.weight, self.bias))
-        convolved = depthwise if torch.compiler.is_compiling() else _Depthwise.apply
+        convolved = _of_shifts if torch.compiler.is_compiling() else _Depthwise.apply
         return F.silu(convolved(extended, weight, bias))  # pyright: ignore[reportArgumentType]
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -83,6 +85,14 @@ def depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """
     y = F.conv2d(_image(x), weight[:, None, None], bias, groups=len(weight))
     return y.permute(0, 2, 3, 1).squeeze(1)
+
+
+def _of_shifts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same for a compiler, which makes one pass of it; a convolution it would compile anew for every length."""
+    size = weight.shape[1]
+    T = x.shape[1] - size + 1
+    y = sum(x[:, j : j + T] * weight[:, j] for j in range(size))
+    return y if bias is None else y + bias  # pyright: ignore[reportReturnType]
 
 
 def _image(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import index
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from linattn_tl.modules.language_model import CausalLM
 from linattn_tl.modules.states import Cache
 
+RESERVED = 1024  # tokens for which softmax layers get room at once; many sequences end early
 Prompt = torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[torch.Tensor]
 
 
@@ -39,14 +42,17 @@ class Sampling:
         """[B, vocabulary] -> [B]"""
         if self.temperature == 0:
             return logits.argmax(-1)
-        weights = self.kept(logits.float() / self.temperature).softmax(-1)
+        logits = logits.float()
+        logits = logits - logits.amax(-1, keepdim=True)  # so that no temperature makes them infinite
+        weights = self.kept(logits / self.temperature).softmax(-1)
         return torch.multinomial(weights, 1, generator=generator).squeeze(1)
 
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """-inf in place of what top_k and top_p leave out. Source of top_p: Holtzman et al. 2019, arXiv 1904.09751."""
         if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
+            likeliest = logits.topk(self.top_k).indices
+            left = torch.ones_like(logits, dtype=torch.bool).scatter(-1, likeliest, False)
+            logits = logits.masked_fill(left, float("-inf"))
         if self.top_p < 1:
             ordered, index = logits.sort(descending=True, dim=-1)
             weights = ordered.softmax(-1)
@@ -64,7 +70,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    stop: int | Iterable[int] = (),
+    stop: int | Iterable[int] | None = None,
     stream: bool = False,
     generator: torch.Generator | None = None,
     prefill_chunk: int = 2048,
@@ -95,11 +101,16 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p)
     rows, single = _prompts(model, prompt)
+    ends = _stops(model, stop)
     if max_new_tokens < 0:
         raise ValueError(f"generate: max_new_tokens is {max_new_tokens}; expected 0 or more")
-    if prefill_chunk < 1:
-        raise ValueError(f"generate: prefill_chunk is {prefill_chunk}; expected at least 1")
-    ends = frozenset([stop] if isinstance(stop, int) else stop)
+    _check_chunk(prefill_chunk)
+    longest = max(map(len, rows)) + max_new_tokens - 1  # the last token is not read
+    if model.positions is not None and longest > model.positions.num_embeddings:
+        raise ValueError(
+            f"generate: max_new_tokens is {max_new_tokens}, which makes {longest} positions with the longest prompt;"
+            f" expected at most {model.positions.num_embeddings}"
+        )
     steps = _steps(model, rows, max_new_tokens, sampling, ends, generator, prefill_chunk)
     if stream:
         return (row[0] for row in steps) if single else steps
@@ -109,29 +120,44 @@ def generate(
     return made[0] if single else made
 
 
+def prefill(model: CausalLM, prompt: Prompt, chunk: int = 2048) -> tuple[torch.Tensor, Cache]:
+    """Read prompts in pieces of `chunk` tokens, as generate does.
+
+    Returns:
+        (the logits after the last token of each, [N, vocabulary], the cache)
+
+    Raises:
+        ValueError, TypeError: as generate.
+    """
+    rows, _ = _prompts(model, prompt)
+    _check_chunk(chunk)
+    return _read(model, rows, chunk)
+
+
 @torch.no_grad()
-def prefill(model: CausalLM, rows: Sequence[torch.Tensor], chunk: int = 2048) -> tuple[torch.Tensor, Cache]:
-    """Read prompts [T_i] in pieces: the logits after the last token of each, [B, vocabulary], and the cache."""
-    cache = model.init_state(len(rows), room=0)
-    logits = torch.empty(len(rows), model.vocabulary, device=_device(model), dtype=model.embedding.weight.dtype)
+def _read(model: CausalLM, rows: list[torch.Tensor], chunk: int) -> tuple[torch.Tensor, Cache]:
+    """Prompts that end leave the batch, and all are put together at the end: nothing is copied but then."""
+    cache, live = model.init_state(len(rows)), list(range(len(rows)))
+    order: list[int] = []
+    logits, caches = [], []
     for start in range(0, max(map(len, rows)), chunk):
-        live = [i for i, row in enumerate(rows) if len(row) > start]
         pieces = [rows[i][start : start + chunk] for i in live]
-        sizes = torch.tensor([0, *map(len, pieces)], device=logits.device)
-        part = cache if len(live) == cache.batch else cache.select(live)
-        found = model(torch.cat(pieces).unsqueeze(0), part, keep_state=True, cu_seqlens=sizes.cumsum(0))
-        ends = sizes.cumsum(0)[1:] - 1
-        logits[live] = found.logits[0, ends]
-        cache = found.cache if len(live) == cache.batch else _replaced(cache, found.cache, live)
-    return logits, cache
-
-
-def _replaced(cache: Cache, part: Cache, rows: list[int]) -> Cache:
-    """`cache` with part's sequences in place of `rows`."""
-    source = list(range(cache.batch))
-    for i, row in enumerate(rows):
-        source[row] = cache.batch + i
-    return cache.joined(part).select(source)
+        sizes = torch.tensor([0, *map(len, pieces)], device=_device(model))
+        packed = torch.cat(pieces).unsqueeze(0)
+        found = model(packed, cache, keep_state=True, last_only=True, cu_seqlens=sizes.cumsum(0))
+        ended = [j for j, i in enumerate(live) if len(rows[i]) <= start + chunk]
+        going = [j for j, i in enumerate(live) if len(rows[i]) > start + chunk]
+        if ended:
+            logits.append(found.logits[ended])
+            caches.append(found.cache.select(ended) if going else found.cache)
+            order += [live[j] for j in ended]
+        cache = found.cache.select(going) if ended and going else found.cache
+        live = [live[j] for j in going]
+    cache = reduce(Cache.joined, caches)
+    if len(caches) == 1:
+        return logits[0], cache
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(logits)[back], cache.select(back)
 
 
 @torch.no_grad()
@@ -146,8 +172,8 @@ def _steps(
 ) -> Iterator[list[int | None]]:
     if count == 0:
         return
-    logits, cache = prefill(model, rows, chunk)
-    cache.reserve(count)
+    logits, cache = _read(model, rows, chunk)
+    cache.reserve(min(count, RESERVED))
     live = list(range(len(rows)))
     for i in range(count):
         tokens = sampling.pick(logits, generator)
@@ -200,11 +226,34 @@ def _prompts(model: CausalLM, prompt: Any) -> tuple[list[torch.Tensor], bool]:
         name = "prompt" if single else f"prompt[{i}]"
         if row.ndim != 1 or len(row) == 0:
             raise ValueError(f"generate: {name} has shape {tuple(row.shape)}; expected [T], at least one token")
-        if row.is_floating_point():
+        if row.is_floating_point() or row.dtype == torch.bool:
             raise TypeError(f"generate: {name} has dtype {row.dtype}; expected integers")
-        wrong = (row < 0) | (row >= model.vocabulary)
-        if bool(wrong.any()):
-            raise ValueError(
-                f"generate: {name} has token {int(row[wrong][0])}; expected 0 to {model.vocabulary - 1} (vocabulary)"
-            )
-    return [row.long() for row in rows], single
+        rows[i] = row.long()
+        _check_tokens(model, name, rows[i])
+    return rows, single
+
+
+def _stops(model: CausalLM, stop: Any) -> frozenset[int]:
+    if stop is None:
+        return frozenset()
+    if isinstance(stop, torch.Tensor):
+        stop = stop.reshape(-1).tolist()
+    try:
+        tokens = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
+    except TypeError as wrong:
+        raise TypeError(f"generate: stop is {stop!r}; expected a token, or several, as integers") from wrong
+    _check_tokens(model, "stop", torch.tensor(tokens, dtype=torch.int64))
+    return frozenset(tokens)
+
+
+def _check_tokens(model: CausalLM, name: str, tokens: torch.Tensor) -> None:
+    wrong = (tokens < 0) | (tokens >= model.vocabulary)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"generate: {name} has token {int(tokens[wrong][0])}; expected 0 to {model.vocabulary - 1} (vocabulary)"
+        )
+
+
+def _check_chunk(chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"generate: prefill_chunk is {chunk}; expected at least 1")

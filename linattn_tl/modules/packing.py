@@ -25,11 +25,10 @@ class Packing:
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor) -> "Packing":
-        """mask [B, T], True (or not 0) where a token is real."""
-        real = mask.bool()
+        """mask: bool [B, T], True where a token is real."""
         cu_seqlens = torch.zeros(mask.shape[0] + 1, dtype=torch.int64, device=mask.device)
-        torch.cumsum(real.sum(1), 0, out=cu_seqlens[1:])
-        return cls(real.flatten().nonzero().flatten(), cu_seqlens, *mask.shape)
+        torch.cumsum(mask.sum(1), 0, out=cu_seqlens[1:])
+        return cls(mask.flatten().nonzero().flatten(), cu_seqlens, *mask.shape)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] -> [1, total, ...]"""
@@ -39,6 +38,46 @@ class Packing:
         """[1, total, ...] -> [B, T, ...], zero where there is padding."""
         padded = y.new_zeros(self.batch * self.length, *y.shape[2:])
         return padded.index_copy(0, self.index, y[0]).unflatten(0, (self.batch, self.length))
+
+
+class SequenceModule(nn.Module):
+    """A module over sequences, whose forward leaves padding out. A subclass reads what has none, in `_read`."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        state: Any = None,
+        *,
+        keep_state: bool = False,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Whole sequences, or their next pieces.
+
+        Args:
+            x: [B, T, width].
+            state: after the tokens before; None is the start. It is not changed, and gradients flow through it.
+            keep_state: also return the state after the last token.
+            mask: [B, T], True where a token is real. The others are left out, wherever they are: those around them are
+                neighbours then, and the result for them is 0.
+            cu_seqlens: int [N + 1], N sequences packed along T, with B = 1; instead of a mask.
+
+        Returns:
+            (y [B, T, width], the state or None)
+
+        Raises:
+            ValueError, TypeError: an argument, or a tensor of the state, is not of this module or batch.
+        """
+        packing = packing_of(type(self).__name__, mask, x, cu_seqlens)
+        if packing is None:
+            return self._read(x, state, keep_state, cu_seqlens)
+        y, state = self._read(packing.pack(x), state, keep_state, packing.cu_seqlens)
+        return packing.unpack(y), state
+
+    def _read(
+        self, x: torch.Tensor, state: Any, keep_state: bool, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        raise NotImplementedError(f"{type(self).__name__} does not say how it reads sequences")
 
 
 def packing_of(owner: str, mask: torch.Tensor | None, x: torch.Tensor, cu_seqlens: Any) -> Packing | None:
@@ -51,26 +90,26 @@ def packing_of(owner: str, mask: torch.Tensor | None, x: torch.Tensor, cu_seqlen
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{owner}: mask has shape {tuple(mask.shape)}; expected [B, T] = {tuple(x.shape[:2])}")
     if mask.is_floating_point():
-        raise TypeError(f"{owner}: mask has dtype {mask.dtype}; expected bool or integers, not 0 where a token is real")
-    return None if bool(mask.all()) else Packing.of_mask(mask)
-
-
-def forward_packed(layer: nn.Module, packing: Packing, x: torch.Tensor, state: Any, keep_state: bool) -> Any:
-    """layer(x) on the real tokens alone: (y, the state after them or None)."""
-    y, state = layer(packing.pack(x), state, keep_state=keep_state, cu_seqlens=packing.cu_seqlens)
-    return packing.unpack(y), state
+        raise TypeError(f"{owner}: mask has dtype {mask.dtype}; expected bool, or integers that are 1 or 0")
+    real = mask.bool()
+    if mask.dtype != torch.bool and not torch.equal(mask, real.to(mask.dtype)):
+        raise ValueError(f"{owner}: mask has {int(mask[mask != real][0])}; expected 1 (real) or 0 (padding)")
+    return None if bool(real.all()) else Packing.of_mask(real)
 
 
 def sequences_of(owner: str, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
-    """How many sequences x [B, T, ...] holds."""
+    """How many sequences x [B, T, ...] holds. Checks cu_seqlens, but for its values while torch.compile traces."""
     if cu_seqlens is None:
         return x.shape[0]
     shapes.check_tensors(owner, cu_seqlens=cu_seqlens)
+    shapes.check_dtype(owner, "cu_seqlens", cu_seqlens.dtype, (torch.int32, torch.int64))
     if cu_seqlens.ndim != 1 or not len(cu_seqlens) or x.shape[0] != 1:
         raise ValueError(
             f"{owner}: cu_seqlens has shape {tuple(cu_seqlens.shape)} and x {tuple(x.shape)};"
             " expected [N + 1], and B = 1 for packed sequences"
         )
+    if not torch.compiler.is_compiling():
+        shapes.check_lengths(owner, cu_seqlens, x.shape[1])
     return len(cu_seqlens) - 1
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from linattn_tl import calls
 from linattn_tl.modules.convolution import ShortConvolution
 from linattn_tl.modules.norms import RMSNorm
-from linattn_tl.modules.packing import forward_packed, packing_of, sequences_of
-from linattn_tl.modules.states import RecurrentState, check_kind, check_shapes
+from linattn_tl.modules.packing import SequenceModule, sequences_of
+from linattn_tl.modules.states import RecurrentState, check_kind, check_no_gradient, check_shapes
 from linattn_tl.ops.delta_rule import delta_rule, delta_rule_decode, gated_delta_rule, gated_delta_rule_decode
 from linattn_tl.ops.linear_attention import linear_attention, linear_attention_decode
 from linattn_tl.ops.simple_gla import retention, retention_decode, simple_gla, simple_gla_decode, ssd, ssd_decode
@@ -28,7 +28,7 @@ from linattn_tl.ops.simple_gla import retention, retention_decode, simple_gla, s
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class RecurrentLayer(nn.Module):
+class RecurrentLayer(SequenceModule):
     """What the layers of this module share. A subclass names its ops, and says what else they are called with.
 
     Args:
@@ -37,6 +37,7 @@ class RecurrentLayer(nn.Module):
         value_heads: a multiple of heads; as many when None.
         key_dim, value_dim: of a head; width / heads when None.
         conv_size: tokens that the short convolution over q, k and v sees; 0 for none.
+        conv_bias: whether it has a bias.
         gate: whether silu of a projection of x multiplies the result.
         norm: whether an RMSNorm over each head's values comes before.
         backend: of the ops.
@@ -56,6 +57,7 @@ class RecurrentLayer(nn.Module):
         key_dim: int | None = None,
         value_dim: int | None = None,
         conv_size: int = 0,
+        conv_bias: bool = False,
         gate: bool = False,
         norm: bool = False,
         norm_eps: float = 1e-6,
@@ -78,40 +80,16 @@ class RecurrentLayer(nn.Module):
         made = {"device": device, "dtype": dtype}
         keys, values = heads * self.key_dim, self.value_heads * self.value_dim
         self.qkv = nn.Linear(width, 2 * keys + values, bias=False, **made)
-        self.conv = ShortConvolution(2 * keys + values, conv_size, **made) if conv_size else None
+        self.conv = ShortConvolution(2 * keys + values, conv_size, bias=conv_bias, **made) if conv_size else None
         controls = self.controls_per_head * self.value_heads
         self.controls = nn.Linear(width, controls, bias=False, **made) if controls else None
         self.gate = nn.Linear(width, values, bias=False, **made) if gate else None
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, **made) if norm else None
         self.out = nn.Linear(values, width, bias=False, **made)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        state: RecurrentState | None = None,
-        *,
-        keep_state: bool = False,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+    def _read(
+        self, x: torch.Tensor, state: RecurrentState | None, keep_state: bool, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, RecurrentState | None]:
-        """Whole sequences, or their next pieces.
-
-        Args:
-            x: [B, T, width].
-            state: after the tokens before; None is the start. It is not changed, and gradients flow through it.
-            keep_state: also return the state after the last token.
-            mask: [B, T], True where a token is real: padding, left or right, is skipped, and its result is 0.
-            cu_seqlens: int [N + 1], N sequences packed along T, with B = 1.
-
-        Returns:
-            (y [B, T, width], RecurrentState or None)
-
-        Raises:
-            ValueError, TypeError: an argument, or a tensor of the state, is not of this layer or batch.
-        """
-        packing = packing_of(type(self).__name__, mask, x, cu_seqlens)
-        if packing is not None:
-            return forward_packed(self, packing, x, state, keep_state)
         sequences = sequences_of(type(self).__name__, x, cu_seqlens)
         if state is not None:
             self.check_state(state, sequences)
@@ -135,6 +113,7 @@ class RecurrentLayer(nn.Module):
 
     def step(self, x: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """The next token of each sequence, x [B, width] -> [B, width]; the state changes in place. Has no gradient."""
+        check_no_gradient(self, x)
         self.check_state(state, len(x))
         mixed = self.qkv(x)
         if self.conv is not None:
@@ -253,7 +232,8 @@ class SimpleGLA(RecurrentLayer):
     Args: as RecurrentLayer, and
         gate_scale: 16 keeps decays near 1 at first, so that the memory is long.
 
-    Source: Yang et al. 2023, arXiv 2312.06635, section 4.4, with a number in place of a vector for each head's decay.
+    Source: Yang et al. 2023, arXiv 2312.06635, section 4.4, with a number for each head's decay in place of a
+    vector, from one projection, and with a short convolution.
     """
 
     ops = (simple_gla, simple_gla_decode)
@@ -287,7 +267,7 @@ class DeltaNet(RecurrentLayer):
     Args: as RecurrentLayer, and
         allow_neg_eigval: beta up to 2.
 
-    Source: Yang et al. 2024, arXiv 2406.06484, eq. 3-4 and section 3.4.
+    Source: Yang et al. 2024, arXiv 2406.06484, eq. 3-4 and section 3.3.
     """
 
     ops = (delta_rule, delta_rule_decode)
@@ -340,6 +320,10 @@ class GatedDeltaNet(RecurrentLayer):
         super().__init__(width, heads, conv_size=conv_size, gate=gate, norm=norm, **sizes)
         self.options = {"qk_l2norm": True, "beta_is_logit": True, "allow_neg_eigval": allow_neg_eigval}
         self.A_log, self.dt_bias = decay_parameters(self.value_heads, sizes.get("device"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        reset_decay(self.A_log, self.dt_bias)
 
     def _arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Arguments:
         g, beta = self.controls(x).chunk(2, -1)  # pyright: ignore[reportOptionalCall]
@@ -353,7 +337,7 @@ class Mamba2(RecurrentLayer):
 
     The result is gated, then normalised over all channels.
 
-    Args: as RecurrentLayer, in other words than the paper's:
+    Args: as RecurrentLayer, without gate and norm, and in other words than the paper's:
         heads: groups; 1 in most models, here also the default of value_heads, its heads.
         key_dim: d_state. value_dim: head dim. Together value_heads * value_dim is 2 width there.
 
@@ -363,12 +347,28 @@ class Mamba2(RecurrentLayer):
     ops = (ssd, ssd_decode)
     controls_per_head = 1
 
-    def __init__(self, width: int, heads: int, *, conv_size: int = 4, norm_eps: float = 1e-6, **sizes: Any):
-        super().__init__(width, heads, conv_size=conv_size, gate=True, **sizes)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        conv_size: int = 4,
+        conv_bias: bool = True,
+        norm_eps: float = 1e-6,
+        **sizes: Any,
+    ):
+        if "gate" in sizes or "norm" in sizes:
+            raise TypeError("Mamba2: gate or norm is given; expected neither, for both are part of the layer")
+        super().__init__(width, heads, conv_size=conv_size, conv_bias=conv_bias, gate=True, **sizes)
         made = {"device": sizes.get("device"), "dtype": sizes.get("dtype")}
         self.norm = RMSNorm(self.value_heads * self.value_dim, eps=norm_eps, **made)  # pyright: ignore[reportArgumentType]
-        self.D = nn.Parameter(torch.ones(self.value_heads, **made))
+        self.D = nn.Parameter(torch.empty(self.value_heads, **made))
         self.A_log, self.dt_bias = decay_parameters(self.value_heads, sizes.get("device"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.D)
+        reset_decay(self.A_log, self.dt_bias)
 
     def _arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Arguments:
         dt = self.controls(x)  # pyright: ignore[reportOptionalCall]
@@ -379,10 +379,17 @@ class Mamba2(RecurrentLayer):
 
 
 def decay_parameters(heads: int, device: Any = None) -> tuple[nn.Parameter, nn.Parameter]:
-    """A_log and dt_bias [heads] in fp32: A from 1 to 16, and softplus(dt_bias) from 0.001 to 0.1, both at random.
+    """A_log and dt_bias [heads], made in fp32, without values yet."""
+    made = {"device": device, "dtype": torch.float32}
+    return nn.Parameter(torch.empty(heads, **made)), nn.Parameter(torch.empty(heads, **made))
+
+
+@torch.no_grad()
+def reset_decay(A_log: torch.Tensor, dt_bias: torch.Tensor) -> None:
+    """A = exp(A_log) from 1 to 16, and softplus(dt_bias) from 0.001 to 0.1, both at random.
 
     Source: Gu and Dao 2023, arXiv 2312.00752, section 3.6, and Dao and Gu 2024, arXiv 2405.21060.
     """
-    A = torch.empty(heads, device=device, dtype=torch.float32).uniform_(1, 16)
-    dt = torch.empty(heads, device=device, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-    return nn.Parameter(A.log()), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+    A_log.uniform_(1, 16).log_()
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn_tl.modules.packing import forward_packed, packing_of, positions_of, sequences_of
-from linattn_tl.modules.states import KVState, check_kind, check_shapes
+from linattn_tl.modules.packing import SequenceModule, positions_of, sequences_of
+from linattn_tl.modules.states import KVState, check_kind, check_no_gradient, check_shapes
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(SequenceModule):
     """Causal softmax attention with grouped queries and rotary positions, by torch's scaled_dot_product_attention.
 
         o_t = sum_{j <= t} softmax_j(D^-1/2 q_t . k_j) v_j
@@ -54,19 +54,9 @@ class SoftmaxAttention(nn.Module):
         self.qkv = nn.Linear(width, (heads + 2 * self.kv_heads) * self.head_dim, **made)
         self.out = nn.Linear(heads * self.head_dim, width, **made)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        state: KVState | None = None,
-        *,
-        keep_state: bool = False,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+    def _read(
+        self, x: torch.Tensor, state: KVState | None, keep_state: bool, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, KVState | None]:
-        """Whole sequences, or their next pieces. Arguments, returns and errors as those of RecurrentLayer.forward."""
-        packing = packing_of("SoftmaxAttention", mask, x, cu_seqlens)
-        if packing is not None:
-            return forward_packed(self, packing, x, state, keep_state)
         sequences = sequences_of("SoftmaxAttention", x, cu_seqlens)
         if state is not None:
             self.check_state(state, sequences)
@@ -80,12 +70,9 @@ class SoftmaxAttention(nn.Module):
 
     def step(self, x: torch.Tensor, state: KVState) -> torch.Tensor:
         """The next token of each sequence, x [B, width] -> [B, width]; the state grows in place. Has no gradient."""
+        check_no_gradient(self, x)
         self.check_state(state, len(x))
         q, k, v = self._project(x.unsqueeze(1), None, state.lengths)
-        if torch.is_grad_enabled() and (q.requires_grad or state.k.requires_grad):
-            raise ValueError(
-                "SoftmaxAttention.step: q requires a gradient; expected torch.no_grad(), for a step in place has none"
-            )
         there = _append(state, k, v)
         keys, values = state.k[:, :, : state.longest], state.v[:, :, : state.longest]
         o = self._attend(q.to(keys.dtype), keys, values, there)
@@ -152,7 +139,7 @@ class SoftmaxAttention(nn.Module):
             results.append(self._attend_after(q1, k1, v1, read[i]))
             keys.append(k1)
             values.append(v1)
-        o = torch.cat(results, 0 if cu_seqlens is None else 2)
+        o = torch.cat(results, 0 if cu_seqlens is None else 2) if results else q
         if not keep_state:
             return o, None
         lengths = [k1.shape[2] for k1 in keys]

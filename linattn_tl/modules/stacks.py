@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from linattn_tl.modules.norms import RMSNorm
-from linattn_tl.modules.packing import forward_packed, packing_of, sequences_of
+from linattn_tl.modules.packing import SequenceModule, sequences_of
 from linattn_tl.modules.recurrent import DeltaNet, GatedDeltaNet, LinearAttention, Mamba2, Retention, SimpleGLA
 from linattn_tl.modules.softmax import SoftmaxAttention
 from linattn_tl.modules.states import Cache, LayerState
@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(SequenceModule):
     """x + layer(norm(x)), then x + mlp(norm(x)).
 
     Args:
@@ -65,19 +65,9 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = RMSNorm(width, eps=norm_eps, **made) if hidden else None
         self.mlp = GatedMLP(width, hidden, **made) if hidden else None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        state: LayerState | None = None,
-        *,
-        keep_state: bool = False,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+    def _read(
+        self, x: torch.Tensor, state: LayerState | None, keep_state: bool, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, LayerState | None]:
-        """As RecurrentLayer.forward."""
-        packing = packing_of("TransformerBlock", mask, x, cu_seqlens)
-        if packing is not None:
-            return forward_packed(self, packing, x, state, keep_state)
         y, state = self.layer(self.norm(x), state, keep_state=keep_state, cu_seqlens=cu_seqlens)
         return self._after(x + y), state
 
@@ -92,18 +82,18 @@ class TransformerBlock(nn.Module):
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))  # pyright: ignore[reportOptionalCall]
 
 
-class HybridStack(nn.Module):
+class HybridStack(SequenceModule):
     """Blocks in a pattern of letters, repeated over the layers: "LLLS" is three linear ones to a softmax one.
 
         L LinearAttention   R Retention   G SimpleGLA   M Mamba2   D DeltaNet   N GatedDeltaNet   S SoftmaxAttention
 
-    "NNNS" is the 3:1 pattern of Qwen3-Next and Qwen3.5.
+    "NNNS" is the 3:1 pattern of Qwen3-Next and Qwen3.5. What layers call a state is a Cache here, of all of them.
 
     Args:
         width, heads: of every layer.
         pattern: letters; the first layers are first.
         layers: how many; the length of the pattern when None.
-        options: keywords of the layers of a letter, {"S": {"kv_heads": 2}}.
+        options: keywords of the layers of a letter, {"S": {"kv_heads": 2}}; a letter need not be in the pattern.
         mlp_width, norm_eps: as in TransformerBlock.
         backend: of all ops.
         device, dtype: of the parameters.
@@ -127,26 +117,17 @@ class HybridStack(nn.Module):
         made = {"device": device, "dtype": dtype}
         options = options or {}
         letters = layer_letters(pattern, layers)
-        check_letters("options", "".join(options))
+        for letter in options:
+            check_letter("options", letter)
         made_layers = [LAYERS[x](width, heads, **{"backend": backend, **made, **options.get(x, {})}) for x in letters]
         self.pattern = letters
         self.blocks = nn.ModuleList(
             TransformerBlock(layer, width, mlp_width=mlp_width, norm_eps=norm_eps, **made) for layer in made_layers
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cache: Cache | None = None,
-        *,
-        keep_state: bool = False,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
+    def _read(
+        self, x: torch.Tensor, cache: Cache | None, keep_state: bool, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, Cache | None]:
-        """As RecurrentLayer.forward, with a Cache for the states of all layers."""
-        packing = packing_of("HybridStack", mask, x, cu_seqlens)
-        if packing is not None:
-            return forward_packed(self, packing, x, cache, keep_state)
         sequences = sequences_of("HybridStack", x, cu_seqlens)
         if cache is not None:
             self.check_cache(cache, sequences)
@@ -155,7 +136,7 @@ class HybridStack(nn.Module):
             state = None if cache is None else cache.layers[i]
             x, state = block(x, state, keep_state=keep_state, cu_seqlens=cu_seqlens)
             states.append(state)
-        return x, Cache(states, _read(x, cache, cu_seqlens)) if keep_state else None
+        return x, Cache(states, _lengths_after(x, cache, cu_seqlens)) if keep_state else None
 
     def step(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The next token of each sequence, x [B, width] -> [B, width]; the cache changes in place."""
@@ -189,7 +170,8 @@ class HybridStack(nn.Module):
 
 def layer_letters(pattern: str, layers: int | None) -> str:
     """The letter of each layer."""
-    check_letters("pattern", pattern)
+    for letter in pattern:
+        check_letter("pattern", letter)
     if not pattern:
         raise ValueError(f"HybridStack: pattern is empty; expected letters of {''.join(LAYERS)}")
     layers = len(pattern) if layers is None else layers
@@ -198,14 +180,13 @@ def layer_letters(pattern: str, layers: int | None) -> str:
     return (pattern * -(-layers // len(pattern)))[:layers]
 
 
-def check_letters(argument: str, letters: str) -> None:
-    for letter in letters:
-        if letter not in LAYERS:
-            known = ", ".join(f"{x} ({layer.__name__})" for x, layer in LAYERS.items())
-            raise ValueError(f"HybridStack: {argument} has {letter!r}; expected {known}")
+def check_letter(argument: str, letter: str) -> None:
+    if letter not in LAYERS:
+        known = ", ".join(f"{x} ({layer.__name__})" for x, layer in LAYERS.items())
+        raise ValueError(f"HybridStack: {argument} has {letter!r}; expected {known}")
 
 
-def _read(x: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def _lengths_after(x: torch.Tensor, cache: Cache | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """Tokens that each sequence has read, with those of x."""
     if cu_seqlens is None:
         lengths = torch.full((len(x),), x.shape[1], dtype=torch.int64, device=x.device)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 FORMAT = 1  # of saved caches
 State = TypeVar("State", bound="LayerState")
@@ -23,7 +24,12 @@ class LayerState:
         return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
 
     def changed(self: State, change: Callable[[torch.Tensor], torch.Tensor]) -> State:
+        """With another tensor for each, of the same sequences."""
         return replace(self, **{name: change(x) for name, x in self.tensors().items()})
+
+    def selected(self: State, index: torch.Tensor) -> State:
+        """Some of the sequences."""
+        return self.changed(lambda x: x.index_select(0, index))
 
     def joined(self: State, other: State) -> State:
         """The sequences of both."""
@@ -83,8 +89,8 @@ class KVState(LayerState):
         grown = self.with_room(max(2 * self.room, 64))
         self.k, self.v = grown.k, grown.v
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "KVState":
-        return KVState.of(change(self.k), change(self.v), change(self.lengths))
+    def selected(self, index: torch.Tensor) -> "KVState":
+        return KVState.of(*(x.index_select(0, index) for x in (self.k, self.v, self.lengths)))
 
     def joined(self, other: "KVState") -> "KVState":
         room = max(self.room, other.room)
@@ -135,11 +141,7 @@ class Cache:
     def select(self, rows: Sequence[int] | torch.Tensor) -> "Cache":
         """A cache of some of the sequences, in the order of rows; one may be there more than once."""
         index = self._index("select", rows)
-
-        def taken(x: torch.Tensor) -> torch.Tensor:
-            return x.index_select(0, index)
-
-        return Cache([layer.changed(taken) for layer in self.layers], taken(self.lengths))
+        return Cache([layer.selected(index) for layer in self.layers], self.lengths.index_select(0, index))
 
     def joined(self, other: "Cache") -> "Cache":
         """A cache of the sequences of both, for one model."""
@@ -154,7 +156,11 @@ class Cache:
         """A copy that shares no memory: to try several continuations."""
         return Cache([layer.changed(torch.clone) for layer in self.layers], self.lengths.clone())
 
-    def to(self, device: Any) -> "Cache":
+    def to(self, device: str | torch.device) -> "Cache":
+        """On another device: a copy, or this cache if it is there. dtypes are the layers' and stay."""
+        device = torch.device(device)
+        if device == self.lengths.device:
+            return self
         return Cache([layer.changed(lambda x: x.to(device)) for layer in self.layers], self.lengths.to(device))
 
     def save(self, path: str | Path) -> None:
@@ -172,7 +178,10 @@ class Cache:
         return cls([_restored(kind, tensors) for kind, tensors in saved["layers"]], saved["lengths"])
 
     def _index(self, method: str, rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        index = torch.as_tensor(rows, dtype=torch.int64, device=self.lengths.device).reshape(-1)
+        index = torch.as_tensor(rows, device=self.lengths.device).reshape(-1)
+        if len(index) and (index.is_floating_point() or index.dtype == torch.bool):
+            raise TypeError(f"Cache.{method}: rows has dtype {index.dtype}; expected integers, a sequence each")
+        index = index.long()
         wrong = (index < 0) | (index >= self.batch)
         if bool(wrong.any()):
             raise ValueError(
@@ -200,6 +209,12 @@ def check_shapes(owner: str, state: LayerState, expected: dict[str, tuple[int, .
             raise ValueError(
                 f"{owner}: state.{name} is {got or 'missing'}; expected {shape or 'none'} (the layer's sizes)"
             )
+
+
+def check_no_gradient(layer: nn.Module, x: torch.Tensor) -> None:
+    """Refuse a step that would be recorded, before anything is written: in place it has no gradient."""
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in layer.parameters())):
+        raise ValueError(f"{type(layer).__name__}.step: x or a parameter requires a gradient; expected torch.no_grad()")
 
 
 def check_kind(owner: str, state: Any, kind: type[LayerState]) -> None:

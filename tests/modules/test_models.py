@@ -80,9 +80,51 @@ def test_targets_of_minus_100_do_not_count():
     torch.testing.assert_close(loss, wanted)
 
 
-def test_it_starts_near_uniform():
-    loss = model_of("LLLS")(ids_of(4, 64), targets=ids_of(4, 64, seed=2)).loss.item()
-    assert abs(loss - torch.tensor(50.0).log().item()) < 0.1
+def test_it_starts_near_uniform_also_when_made_without_memory():
+    made = model_of("LMNS", device="meta").to_empty(device="cpu")
+    for p in made.parameters():
+        torch.nn.init.constant_(p, float("nan"))
+    made.reset_parameters()
+    for model in (model_of("LMNS"), made):
+        loss = model(ids_of(4, 64), targets=ids_of(4, 64, seed=2)).loss.item()
+        assert abs(loss - torch.tensor(50.0).log().item()) < 0.1
+        sizes = {name: p.std().item() for name, p in model.named_parameters() if name.endswith("out.weight")}
+        assert max(sizes.values()) < 1.3 * (3 * 8 * WIDTH) ** -0.5  # uniform, over the root of 8 residuals
+
+
+def test_a_batch_without_targets_has_no_loss():
+    model, ids = model_of("L"), ids_of(2, 12)
+    loss = model(ids, targets=torch.full_like(ids, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+def test_logits_of_the_last_token_alone():
+    model, ids = model_of("NS"), ids_of(2, 9)
+    mask = torch.arange(9) < torch.tensor([[4], [9]])
+    whole = model(ids).logits
+    assert error(model(ids, last_only=True).logits, whole[:, -1]) < 1e-6
+    assert error(model(ids, mask=mask, last_only=True).logits, whole[[0, 1], [3, 8]]) < 1e-5
+    with pytest.raises(ValueError, match="last_only with a sequence of no tokens"):
+        model(ids, mask=mask & (torch.arange(2) == 1)[:, None], last_only=True)
+    with pytest.raises(ValueError, match="targets is given with last_only"):
+        model(ids, targets=ids, last_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_of_any_integer(dtype):
+    model, ids = model_of("L"), ids_of(2, 12)
+    found = model(ids.to(dtype), targets=ids.to(dtype))
+    assert torch.equal(found.loss, model(ids, targets=ids).loss)
+    assert torch.equal(generate(model, ids[0].to(dtype), 3), generate(model, ids[0], 3))
+
+
+def test_generation_under_autocast():
+    model, prompts = model_of("LNDS"), [ids_of(n, seed=n) for n in LENGTHS]
+    with torch.autocast("cpu", torch.bfloat16):
+        made = generate(model, prompts, 6, prefill_chunk=4)
+    assert [len(tokens) for tokens in made] == [6, 6, 6]
 
 
 def test_gradients_of_a_hybrid_are_those_of_float64():
@@ -96,18 +138,29 @@ def test_gradients_of_a_hybrid_are_those_of_float64():
 
 def test_compiled_as_one_graph_for_any_length():
     torch._dynamo.reset()
-    model = model_of("LNDS")
+    torch._dynamo.utils.counters.clear()
+    model = model_of("LNDS", positions=100)
     compiled = torch.compile(model, fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=False), torch.compiler.set_stance("default"):
-        for T in (32, 48, 80):
-            ids = ids_of(2, T)
-            found, wanted = compiled(ids, targets=ids), model(ids, targets=ids)
-            assert error(found.logits, wanted.logits) < 1e-5
-            grads = torch.autograd.grad(found.loss, list(model.parameters()))
-            exact = torch.autograd.grad(wanted.loss, list(model.parameters()))
-            assert max(error(a, b) for a, b in zip(grads, exact, strict=True)) < 1e-4
-    counters = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert counters <= 3
+    for T in (32, 48, 80, 33, 65):
+        ids = ids_of(2, T)
+        found, wanted = compiled(ids, targets=ids), model(ids, targets=ids)
+        assert error(found.logits, wanted.logits) < 1e-5
+        grads = torch.autograd.grad(found.loss, list(model.parameters()))
+        exact = torch.autograd.grad(wanted.loss, list(model.parameters()))
+        assert max(error(a, b) for a, b in zip(grads, exact, strict=True)) < 1e-4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_compiled_steps_of_linear_layers():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = model_of("LNGM")
+    cache, wanted = model.init_state(2), model.init_state(2)
+    compiled = torch.compile(model.step, fullgraph=True)
+    with torch.no_grad():
+        for ids in ids_of(12, 2):
+            assert error(compiled(ids, cache), model.step(ids, wanted)) < 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_it_can_be_sharded(tmp_path):
@@ -116,7 +169,7 @@ def test_it_can_be_sharded(tmp_path):
 
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch has no gloo")
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     model, ids = model_of("LNMS"), ids_of(2, 20)
     whole = copy.deepcopy(model)
@@ -132,6 +185,9 @@ def test_it_can_be_sharded(tmp_path):
         assert error(found.logits, wanted.logits) < 1e-6
         for p, exact in zip(model.parameters(), whole.parameters(), strict=True):
             assert error(p.grad.full_tensor(), exact.grad) < 1e-5
+        for module in (*model.stack.blocks, model):
+            register_fsdp_forward_method(module, "step")
+        assert torch.equal(generate(model, ids, 4)[0], generate(whole, ids, 4)[0])
     finally:
         dist.destroy_process_group()
 
@@ -188,6 +244,20 @@ def test_a_cache_on_disk(tmp_path):
         Cache.load(path)
 
 
+def test_a_cache_on_another_device_keeps_its_dtypes():
+    cache = filled()[2]
+    assert cache.to("cpu") is cache
+    moved = cache.to("meta")
+    assert moved.layers[3].longest == max(LENGTHS)
+    assert all(
+        x.dtype == y.dtype
+        for a, b in zip(moved.layers, cache.layers, strict=True)
+        for x, y in zip(a.tensors().values(), b.tensors().values(), strict=True)
+    )
+    with pytest.raises((TypeError, RuntimeError)):
+        cache.to(torch.bfloat16)
+
+
 def test_bytes_of_a_cache():
     model = model_of("LS")
     cache = model.init_state(3, room=100)
@@ -237,6 +307,14 @@ def test_rows_that_are_not_there_are_refused(call, message):
     cache = filled()[2]
     with pytest.raises(ValueError, match=message):
         call(cache)
+
+
+def test_rows_are_integers():
+    cache = filled()[2]
+    for rows in ([True, False, True], torch.tensor([True, False, True]), [0.9, 2.2]):
+        with pytest.raises(TypeError, match=r"Cache.select: rows has dtype torch.\w+; expected integers"):
+            cache.select(rows)
+    assert cache.select([]).batch == 0
 
 
 def test_a_cache_of_another_model_is_refused():
@@ -294,6 +372,8 @@ def test_a_stop_token_ends_its_sequence_alone():
     for tokens, whole in zip(generate(model, prompts, 10, stop=stop), free, strict=True):
         at = whole.tolist().index(stop) + 1 if stop in whole else 10
         assert torch.equal(tokens, whole[:at])
+    for same in (torch.tensor([stop]), torch.tensor(stop), [torch.tensor(stop)], (stop,)):
+        assert torch.equal(generate(model, prompts, 10, stop=same)[0], generate(model, prompts, 10, stop=stop)[0])
     streamed = list(generate(model, prompts, 10, stop=[stop], stream=True))
     assert streamed[0] == [int(t[0]) for t in free]
     assert streamed[-1][0] is None
@@ -331,7 +411,12 @@ def test_sampling_follows_the_probabilities():
     torch.testing.assert_close(share(temperature=1.0, top_k=2), torch.tensor([0, 0, 3 / 7, 4 / 7]), rtol=0, atol=0.02)
     torch.testing.assert_close(share(temperature=1.0, top_p=0.6), torch.tensor([0, 0, 3 / 7, 4 / 7]), rtol=0, atol=0.02)
     assert share(temperature=1.0, top_p=1e-6).tolist() == [0, 0, 0, 1]
-    assert share().tolist() == [0, 0, 0, 1]
+    assert share().tolist() == share(temperature=1e-40).tolist() == [0, 0, 0, 1]
+
+
+def test_top_k_keeps_k_of_equals():
+    kept = Sampling(temperature=1.0, top_k=2).kept(torch.zeros(1, 5))
+    assert kept.isfinite().sum() == 2
 
 
 def test_generators_make_runs_repeatable():
@@ -368,11 +453,32 @@ def test_a_bar_is_shown_on_stderr(capsys):
         ([1], {"top_p": 0}, ValueError, "top_p is 0; expected more than 0"),
         ([1], {"prefill_chunk": 0}, ValueError, "prefill_chunk is 0"),
         ([1], {"max_new_tokens": -1}, ValueError, "max_new_tokens is -1"),
+        ([1], {"stop": 50}, ValueError, "stop has token 50; expected 0 to 49"),
+        ([1], {"stop": "."}, TypeError, "stop is '.'; expected a token, or several"),
+        ([1], {"stop": [1.5]}, TypeError, "stop is"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(prompt, options, error_type, message):
     with pytest.raises(error_type, match=message):
         generate(model_of("L"), prompt, **{"max_new_tokens": 2, **options})
+
+
+def test_more_tokens_than_positions_are_refused_before_any_is_made():
+    model = model_of("L", positions=10)
+    assert len(generate(model, ids_of(7), 4)) == 4
+    with pytest.raises(ValueError, match=r"max_new_tokens is 5, which makes 11 positions .* expected at most 10"):
+        generate(model, ids_of(7), 5)
+
+
+def test_prefill_refuses_what_generate_refuses():
+    model = model_of("L")
+    for prompt, chunk, message in (
+        ([], 4, "prompt is empty"),
+        ([[], [1]], 4, r"prompt\[0\]"),
+        ([1], 0, "prefill_chunk is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prefill(model, prompt, chunk)
 
 
 @pytest.mark.parametrize(
