@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 import linattn_tl
-from examples.training import Batch, Run, faster_thread_count, figure, save_figure, save_results, train
+from examples.training import Batch, Run, fastest_setting, figure, save_figure, save_results, train
 from linattn_tl import delta_rule, linear_attention
 from linattn_tl.modules import CausalLM
 from linattn_tl.modules.language_model import IGNORED
@@ -344,8 +344,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     untrained = measure_untrained()
     first = build(next(iter(MODELS.values())))
     # two threads save a fifth of the time at this size, and cost a hundredfold once another process wants a core
-    threads = args.threads or faster_thread_count(first, same_sized_batch)
-    torch.set_num_threads(threads)
+    threads = fastest_setting(first, same_sized_batch, args.threads, "float32").threads
     models = {name: measure_model(name, args, size_of(first)) for name in MODELS}
     return {
         "keys": KEYS,
