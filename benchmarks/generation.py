@@ -139,7 +139,7 @@ def steps_by_length(threads: int) -> list[Steps]:
                 times[name].append(1e3 * (time.perf_counter() - start))
         for name, ms in times.items():
             found[name].step_ms.append(statistics.median(ms[2:]))
-            found[name].cache_mb.append(caches[name].nbytes / 1e6)
+            found[name].cache_mb.append(models[name].init_state(BATCH, room=length).nbytes / 1e6)
     return list(found.values())
 
 

@@ -10,7 +10,7 @@ from linattn_tl.modules.packing import owners_of
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise and causal, then SiLU: each channel sees its own last `size` tokens.
+    """Depthwise and causal: each channel sees its own last `size` tokens. Then SiLU, unless silu is False.
 
         y_t = silu(b + sum_j w_j x_{t - size + 1 + j}),  j = 0 ... size - 1;  what is before the first token is 0
 
@@ -20,12 +20,19 @@ class ShortConvolution(nn.Module):
     """
 
     def __init__(
-        self, channels: int, size: int = 4, *, bias: bool = False, device: object = None, dtype: object = None
+        self,
+        channels: int,
+        size: int = 4,
+        *,
+        bias: bool = False,
+        silu: bool = True,
+        device: object = None,
+        dtype: object = None,
     ):
         super().__init__()
         if size < 2:
             raise ValueError(f"ShortConvolution: size is {size}; expected at least 2 tokens")
-        self.channels, self.size = channels, size
+        self.channels, self.size, self.silu = channels, size, silu
         self.weight = nn.Parameter(torch.empty(channels, size, device=device, dtype=dtype))  # pyright: ignore
         self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None  # pyright: ignore
         self.reset_parameters()
@@ -68,14 +75,17 @@ class ShortConvolution(nn.Module):
         # the dtype of what comes out of a projection, under autocast too
         weight, bias = (None if x is None else x.to(extended.dtype) for x in (self.weight, self.bias))
         convolved = _of_shifts if torch.compiler.is_compiling() else _Depthwise.apply
-        return F.silu(convolved(extended, weight, bias))  # pyright: ignore[reportArgumentType]
+        return self._activated(convolved(extended, weight, bias))  # pyright: ignore[reportArgumentType]
+
+    def _activated(self, y: torch.Tensor) -> torch.Tensor:
+        return F.silu(y) if self.silu else y
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """One token of each sequence, x [B, channels]; the state [B, size - 1, channels] moves on in place."""
         window = torch.cat([state, x.unsqueeze(1).to(state.dtype)], 1)
         state.copy_(window[:, 1:])
         y = (window * self.weight.mT).sum(1)
-        return F.silu(y if self.bias is None else y + self.bias).to(x.dtype)
+        return self._activated(y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 def depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -37,7 +37,7 @@ class RecurrentLayer(SequenceModule):
         value_heads: a multiple of heads; as many when None.
         key_dim, value_dim: of a head; width / heads when None.
         conv_size: tokens that the short convolution over q, k and v sees; 0 for none.
-        conv_bias: whether it has a bias.
+        conv_bias, conv_silu: whether it has a bias, and SiLU after it.
         gate: whether silu of a projection of x multiplies the result.
         norm: whether an RMSNorm over each head's values comes before.
         backend: of the ops.
@@ -58,6 +58,7 @@ class RecurrentLayer(SequenceModule):
         value_dim: int | None = None,
         conv_size: int = 0,
         conv_bias: bool = False,
+        conv_silu: bool = True,
         gate: bool = False,
         norm: bool = False,
         norm_eps: float = 1e-6,
@@ -80,7 +81,9 @@ class RecurrentLayer(SequenceModule):
         made = {"device": device, "dtype": dtype}
         keys, values = heads * self.key_dim, self.value_heads * self.value_dim
         self.qkv = nn.Linear(width, 2 * keys + values, bias=False, **made)
-        self.conv = ShortConvolution(2 * keys + values, conv_size, bias=conv_bias, **made) if conv_size else None
+        self.conv = None
+        if conv_size:
+            self.conv = ShortConvolution(2 * keys + values, conv_size, bias=conv_bias, silu=conv_silu, **made)
         controls = self.controls_per_head * self.value_heads
         self.controls = nn.Linear(width, controls, bias=False, **made) if controls else None
         self.gate = nn.Linear(width, values, bias=False, **made) if gate else None
@@ -178,6 +181,7 @@ class LinearAttention(RecurrentLayer):
     Args: as RecurrentLayer, and
         feature_map: phi, as in linattn_tl.linear_attention.
         normalize, eps: likewise.
+        conv_silu: False, for phi comes after it: of silu, which is no less than -0.28, elu + 1 is at least 0.75.
 
     Source: Katharopoulos et al. 2020, arXiv 2006.16236, eq. 16-20.
     """
@@ -192,9 +196,10 @@ class LinearAttention(RecurrentLayer):
         feature_map: Any = "elu1",
         normalize: bool = True,
         eps: float = 1e-6,
+        conv_silu: bool = False,
         **sizes: Any,
     ):
-        super().__init__(width, heads, **sizes)
+        super().__init__(width, heads, conv_silu=conv_silu, **sizes)
         self.options = {"feature_map": feature_map, "normalize": normalize, "eps": eps}
 
     normalizes = True

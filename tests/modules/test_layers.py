@@ -14,6 +14,7 @@ from linattn_tl.modules import (
     SoftmaxAttention,
     TransformerBlock,
 )
+from linattn_tl.modules.norms import RMSNorm
 from tests.modules.models import HEADS, LAYERS, WIDTH, error, layer_of, stepped, truth
 
 FP32 = 1e-5  # relative RMS, as of the ops
@@ -318,6 +319,31 @@ def test_the_convolution_s_gradient():
     several = torch.stack([x, 2 * x])
     mapped = torch.func.vmap(lambda x: conv(x)[0])(several)
     assert error(mapped, torch.stack([conv(x)[0], conv(2 * x)[0]])) < 1e-12
+
+
+def test_the_norm_s_gradient():
+    """Against differences, once and twice, at zero too; against torch's own; and under torch.func."""
+    norm = RMSNorm(6, eps=1e-3).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    x[0, 0] = 0
+    x.requires_grad_()
+    plain = torch.nn.functional.rms_norm(x, (6,), norm.weight, 1e-3)
+    assert error(norm(x), plain) < 1e-14
+    upstream = torch.randn_like(x)
+    for mine, theirs in zip(
+        torch.autograd.grad(norm(x), (x, norm.weight), upstream),
+        torch.autograd.grad(plain, (x, norm.weight), upstream),
+        strict=True,
+    ):
+        assert error(mine, theirs) < 1e-13
+
+    def called(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    assert torch.autograd.gradcheck(called, (x, norm.weight))
+    assert torch.autograd.gradgradcheck(called, (x, norm.weight))
+    assert error(torch.func.vmap(norm)(torch.stack([x, 2 * x])), torch.stack([norm(x), norm(2 * x)])) < 1e-14
 
 
 # ---- bad input
