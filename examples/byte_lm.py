@@ -39,7 +39,7 @@ PROMPT = b'"""Read a file and return its lines."""\n\nimport '
 GENERATE = 512  # bytes
 TOLERANCE = 1e-3  # of logits, between generating from the state and reading the whole text again
 SECONDS = 75.0
-COMPARE_STEPS = 350
+COMPARE_STEPS = 600
 SMOOTH = 20  # steps that a point of a curve is the mean of
 
 

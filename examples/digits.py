@@ -50,6 +50,7 @@ PATTERNS = {"linear": "L", "softmax": "S"}
 WIDTH, HEADS, LAYERS = 64, 2, 4
 BATCH = 16  # images a step
 LEARNING_RATE = 8e-3
+STEPS, SECONDS = 3000, 100.0  # of training a model, whichever ends first; with more steps it knows its images by heart
 SHIFTED = 0.4  # of the training images are moved by up to one pixel: 1497 are few, and soon known by heart
 VALID_EVERY = 6  # every 6th image, in random order, is held out
 CHECKED = 16  # images that are painted twice, from the state and by reading all again
@@ -403,8 +404,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.digits", description="Paint digits with linear and with softmax attention."
     )
-    parser.add_argument("--steps", type=int, help="train each model so many steps, whatever the time")
-    parser.add_argument("--seconds", type=float, help="train each so long (default 100, or no limit with --steps)")
+    parser.add_argument("--steps", type=int, help=f"train each model so many steps (default {STEPS})")
+    parser.add_argument("--seconds", type=float, help=f"but so long at most ({SECONDS:g}, or no limit with --steps)")
     parser.add_argument("--threads", type=int, default=0, help="of training (default: the faster of one and all)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of training (float32)")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="where digits.png goes")
@@ -412,9 +413,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON instead of text")
     args = parser.parse_args(argv)
     if args.seconds is None:
-        args.seconds = math.inf if args.steps is not None else 100.0
+        args.seconds = SECONDS if args.steps is None else math.inf
     if args.steps is None:
-        args.steps = math.inf
+        args.steps = STEPS
     if args.steps < 1 or not args.seconds > 0 or args.threads < 0:
         parser.error("--steps, --seconds and --threads must be positive")
     return args

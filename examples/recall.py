@@ -116,7 +116,8 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 STATE = {"key_dim": DIM, "value_dim": DIM, "conv_size": 4, "norm": True}  # the convolution joins a key and its value
 GATELESS = {**STATE, "gate": False}
-SUMS = {**STATE, "feature_map": unit, "normalize": False}  # as the delta rule, without its subtraction
+# as the delta rule, without its subtraction
+SUMS = {**STATE, "feature_map": unit, "normalize": False, "conv_silu": True}
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ class Claim(NamedTuple):
 
 CLAIMS = (
     Claim("delta rule", "sums, normalised", ONCE, "2102.11174, section 4"),
+    Claim("delta rule", "sums, normalised", REWRITTEN, "2102.11174, section 6.1"),
     Claim("delta rule", "sums", ONCE, "2102.11174, section 4.2"),
     Claim("delta rule", "sums", REWRITTEN, "2102.11174, section 6.1"),
     Claim("gated delta rule", "sums", REWRITTEN, "2412.06464, section 3"),

@@ -187,6 +187,7 @@ class LinearAttention(RecurrentLayer):
     """
 
     ops = (linear_attention, linear_attention_decode)
+    normalizes = True
 
     def __init__(
         self,
@@ -201,8 +202,6 @@ class LinearAttention(RecurrentLayer):
     ):
         super().__init__(width, heads, conv_silu=conv_silu, **sizes)
         self.options = {"feature_map": feature_map, "normalize": normalize, "eps": eps}
-
-    normalizes = True
 
     def _arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Arguments:
         return (q, k, v), self.options
