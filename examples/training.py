@@ -21,8 +21,6 @@ from linattn_tl.modules import CausalLM
 Batch = tuple[torch.Tensor, torch.Tensor]  # ids [B, T], and the targets: the token after each, or -100
 Sampler = Callable[[torch.Generator], Batch]
 BITS = 1 / math.log(2)  # of a nat
-ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ROOT / "docs" / "measured"
 
 
 @dataclass(frozen=True)

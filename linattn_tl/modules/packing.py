@@ -1,8 +1,8 @@
 """Sequences of unequal length as one row of tokens: what padding and cu_seqlens have in common.
 
 A layer never computes on padding: the tokens that a mask marks as real are put in a row, one sequence after the other,
-as cu_seqlens says, and the results go back to where they came from. So padding does not
-change the numbers, on whichever side it is.
+as cu_seqlens says, and the results go back to where they came from. So padding does not change the numbers, on
+whichever side it is.
 """
 
 from dataclasses import dataclass
