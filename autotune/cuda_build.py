@@ -1,7 +1,8 @@
 """A TileLang prim_func -> a shared object with its kernels for one NVIDIA architecture. No GPU is needed.
 
 TileLang emits CUDA C++ and a host wrapper, nvcc makes machine code of the one, and g++ links it with the other and the
-launcher. Lowering is the emulator's (emulator/lowering.py), so that what it has executed is what is built here.
+launcher. Lowering is the emulator's (emulator/lowering.py), and one edit of what it emits follows (warpgroups.py); what
+the emulator executes of it is what is built here.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # it imports torch
     from autotune.emulator.lowering import Lowered
 
 LOWERING = Path(__file__).parent / "emulator" / "lowering.py"
+EDITING = Path(__file__).parent / "warpgroups.py"
 
 HOST_FLAGS = (
     "-O2",
@@ -77,6 +80,7 @@ def fingerprint(op: str) -> str:
         repeat.HEADER,
         Path(launcher.__file__),
         LOWERING,
+        EDITING,
         Path(cuda_toolkit.__file__),
         Path(__file__),
     ]
@@ -113,13 +117,15 @@ def lower_function(func: Any, arch: str, name: str = "") -> "Lowered":
     """Lower a prim_func; `name` is what messages call it. Raises BuildError."""
     from autotune.emulator import lowering
     from autotune.emulator.errors import EmulatorError
+    from autotune.warpgroups import make_uniform
 
     if missing():
         raise BuildError(f"{name}: {missing()}")
     try:
-        return lowering.lower(func, arch, PASSES)
+        lowered = lowering.lower(func, arch, PASSES)
     except (EmulatorError, ValueError) as error:
         raise BuildError(f"{name}: {error}" if name else str(error)) from error
+    return replace(lowered, kernel_source=make_uniform(lowered.kernel_source), source=make_uniform(lowered.source))
 
 
 def build(
