@@ -4,8 +4,8 @@ From the compiler: registers, spills, shared memory, size, and whether tensor co
 From the emulator, at a small size: bytes of global memory a token and head that programs ask for, and how many of them
 are distinct, both against the floor (each tensor moved once, see each family's trial_cuda.py; the gradient of gates is
 not asked for); sectors against the fewest that could hold them, the worst bank conflict of a line, and whether the run
-was clean. What reaches HBM lies between the two: value heads that share a q/k head read the same rows, and find them
-in the L2 cache where they run at the same time.
+was clean. What reaches HBM is close to the distinct bytes: value heads that share a q/k head read the same rows, are
+neighbours in the grid, and so are to run at the same time and find them in the L2 cache.
 Nothing here has run on a GPU, and nothing is a time.
 """
 
@@ -35,6 +35,7 @@ class Row:
     arch: str
     dtype: str
     head_dim: int
+    sharing: int  # value heads of a q/k head
     config: str
     registers: int
     spill_bytes: int
@@ -49,7 +50,7 @@ class Row:
     worst_conflict: float  # passes over the banks of a line, for each that was needed
 
 
-def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
+def report(kernel: Kernel, problem: Problem, arch: str, sharing: int = 1) -> Row:
     config = kernel.configs(problem, target.named(arch))[0]
     lowered = cuda_build.lower(kernel, problem, config, target.named(arch))
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +59,7 @@ def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
     launcher = EmulatedLauncher(emulated, config, counted=True)
     trial = trials.find_kernel(kernel.name, "cuda")[0].trial
     batch = T if kernel.name.endswith("decode") else 1  # of a step, sequences are what tokens are of a pass
-    work = trial.workload(kernel, problem, launcher, tokens=T, batch=batch, heads=H)
+    work = trial.workload(kernel, problem, launcher, tokens=T, batch=batch, heads=H, sharing=sharing)
     work.call()
     (run,) = launcher.reports
     registers, spills, smem, image = (
@@ -70,6 +71,7 @@ def report(kernel: Kernel, problem: Problem, arch: str) -> Row:
         arch,
         problem.dtype,
         problem.K,
+        sharing,
         str(config),
         registers,
         spills,
@@ -121,14 +123,19 @@ def reported(problem: Problem, arch: str, stages: Collection[str]) -> list[Kerne
 
 
 def collect(
-    archs: list[str], dtypes: list[str], dims: list[int], stages: Collection[str], progress: Callable[[str], None]
+    archs: list[str],
+    dtypes: list[str],
+    dims: list[int],
+    stages: Collection[str],
+    sharing: int,
+    progress: Callable[[str], None],
 ) -> list[Row]:
     rows = []
     for family, arch, dtype, dim in product(trials.families("cuda"), archs, dtypes, dims):
         problem = Problem(family, dtype, dim, dim, "cuda")
         for kernel in reported(problem, arch, stages):
             progress(f"{kernel.name} {arch} {dtype} {dim}")
-            rows.append(report(kernel, problem, arch))
+            rows.append(report(kernel, problem, arch, sharing))
     return rows
 
 
@@ -139,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", default=stages, help=f"comma-separated (default {stages}); '' for all kernels")
     parser.add_argument("--dtypes", default="bfloat16", help="comma-separated (default bfloat16)")
     parser.add_argument("--dims", default="128", help="head dims, comma-separated (default 128)")
+    parser.add_argument("--sharing", type=int, default=1, choices=(1, H), help="value heads a q/k head (default 1)")
     parser.add_argument("--json", action="store_true", help="rows as JSON on stdout")
     args = parser.parse_args(argv)
     if cuda_build.missing():
@@ -147,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     dims = [int(d) for d in args.dims.split(",")]
     wanted = [stage for stage in args.stages.split(",") if stage]
     archs, dtypes = args.arch.split(","), args.dtypes.split(",")
-    rows = collect(archs, dtypes, dims, wanted, lambda text: print(text, file=sys.stderr))
+    rows = collect(archs, dtypes, dims, wanted, args.sharing, lambda text: print(text, file=sys.stderr))
     print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else table(rows))
     return 0 if all(row.clean for row in rows) else 1
 

@@ -165,16 +165,17 @@ def blocks(config: Any, K: int, V: int) -> int:
 
 
 def check_grid(op: str, name: str, heads: int, programs: int) -> None:
-    """UnsupportedError for a grid that no GPU launches.
+    """UnsupportedError for a grid that no GPU launches: most kernels have one axis for all, some a second for heads.
 
     Args:
         op, name: whose kernel it is, and its stage.
-        heads: value heads, the grid's second dimension.
-        programs: of each head, its first.
+        heads: value heads.
+        programs: of each head.
     """
-    if heads > MAX_GRID_Y or programs > MAX_GRID_X:
+    if heads > MAX_GRID_Y or programs * heads > MAX_GRID_X:
         raise UnsupportedError(
-            f"{op}: {name} would have a grid of {programs} x {heads} (HV); expected at most {MAX_GRID_X} x {MAX_GRID_Y}"
+            f"{op}: {name} would have a grid of {programs} x {heads} (HV); expected at most {MAX_GRID_X} programs, "
+            f"and {MAX_GRID_Y} heads"
         )
 
 

@@ -44,10 +44,10 @@ def of_launch(
     return Workload(lambda: launcher.launch(packed, ordered), flops, sum(tensors[name].nbytes for name in work.moved))
 
 
-def timed_walk(p: Problem, batch: int, tokens: int, heads: int, in_spans: bool) -> Walk:
-    """Over sequences of `tokens` tokens, as wholes or in spans."""
+def timed_walk(p: Problem, batch: int, tokens: int, heads: int, sharing: int, in_spans: bool) -> Walk:
+    """Over sequences of `tokens` tokens, as wholes or in spans. sharing: how many value heads a q/k head serves."""
     segment = min(TIMED_SEGMENT, tokens) if in_spans else tokens
-    return Walk(batch, tokens, batch * tokens, heads, heads, p.K, p.V, segment, cut=segment < tokens)
+    return Walk(batch, tokens, batch * tokens, heads // sharing, heads, p.K, p.V, segment, cut=segment < tokens)
 
 
 def timed(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune import cuda_build
+from autotune import cuda_build, cuda_toolkit, target
 from benchmarks import compile_sweep, static_report
 from benchmarks.static_report import Row, table
 from tl_kernels.spec import Problem
@@ -15,6 +15,7 @@ ROW = Row(
     arch="sm_90a",
     dtype="bfloat16",
     head_dim=128,
+    sharing=1,
     config="Config(C=64)",
     registers=168,
     spill_bytes=0,
@@ -54,6 +55,29 @@ def test_decode_moves_its_state_once():
     assert 1.0 <= row.floor_ratio < 1.2
     assert row.distinct_ratio <= row.floor_ratio
     assert row.registers > 0 and row.image_bytes > 0
+
+
+@pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
+def test_value_heads_that_share_a_key_head():
+    """Each asks for the rows of q and k, which are distinct once."""
+    problem = Problem("delta_rule", "bfloat16", 64, 64, "cuda")
+    (kernel,) = static_report.reported(problem, "sm_90a", ["forward"])
+    alone, sharing = (static_report.report(kernel, problem, "sm_90a", n) for n in (1, 2))
+    assert alone.clean and sharing.clean
+    assert alone.bytes_per_token_head == sharing.bytes_per_token_head
+    assert alone.floor_ratio < 1.01 and 1.3 < sharing.floor_ratio < 1.35
+    assert sharing.distinct_ratio < 1.01
+
+
+@pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 64)])
+def test_the_largest_kernel_does_not_spill(dtype: str, dim: int):
+    """It holds a state, three gradients and the descriptors of 18 products: see autotune/emulator/warpgroups.py."""
+    device = target.named("sm_90a")
+    problem = Problem("delta_rule", dtype, dim, dim, "cuda")
+    (kernel,) = static_report.reported(problem, "sm_90a", ["backward"])
+    lowered = cuda_build.lower(kernel, problem, kernel.configs(problem, device)[0], device)
+    assert cuda_toolkit.compile_cubin(lowered.source, "sm_90a").spill_bytes == 0
 
 
 def test_an_unknown_arch_is_refused(monkeypatch):

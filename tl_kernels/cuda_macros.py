@@ -6,8 +6,15 @@ The compute type of a tile is the tensors' own for 16 bits; products accumulate 
 parts of 11 bits each, high and low, and three tf32 products (all but low x low) keep 21 bits of each factor.
 """
 
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import tilelang.language as T
+from tilelang.language.eager.builder import Builder
 from tilelang.layout import make_swizzled_layout
+from tvm.script.ir_builder import IRBuilder
 
 from tl_kernels.spec import ELU1, RELU
 
@@ -63,6 +70,20 @@ def split(high, low, x, rows, columns):
     T.copy(part, low)
 
 
+_NUMBERS: "WeakKeyDictionary[Any, count[int]]" = WeakKeyDictionary()  # of buffers, by the program that they are in
+
+
+def alloc_shared(shape: Sequence[int], dtype: str) -> Any:
+    """T.alloc_shared with a name of its own, for what is kept in an attribute, which gives no name.
+
+    TileLang 0.1.15 lays out buffers of one size and one name in an order that changes from run to run: so would their
+    addresses, and with them the registers of a kernel.
+    """
+    buffer = T.alloc_shared(shape, dtype)
+    IRBuilder.name(f"shared_{next(_NUMBERS.setdefault(Builder.current(), count())):03d}", buffer)
+    return buffer
+
+
 class Tile:
     """An operand of products in shared memory: one buffer, or for float32 its high and its low part.
 
@@ -70,8 +91,8 @@ class Tile:
     """
 
     def __init__(self, rows, columns, dtype, twin=True):
-        self.high = T.alloc_shared([rows, columns], dtype)
-        self.low = T.alloc_shared([rows, columns], dtype) if dtype == "float32" and twin else None
+        self.high = alloc_shared([rows, columns], dtype)
+        self.low = alloc_shared([rows, columns], dtype) if dtype == "float32" and twin else None
         self.rows, self.columns, self.exact = rows, columns, dtype == "float32"
 
 
@@ -171,7 +192,7 @@ class Ahead:
     """
 
     def __init__(self, rows, columns, dtype, ahead, swizzled=False):
-        self.raw = T.alloc_shared([rows, columns], dtype) if ahead else None
+        self.raw = alloc_shared([rows, columns], dtype) if ahead else None
         if ahead and swizzled:
             T.annotate_layout({self.raw: make_swizzled_layout(self.raw)})
         self.rows, self.columns, self.ahead = rows, columns, ahead
@@ -223,6 +244,15 @@ def mapped(x, rows, columns, left, width, feature_map, scale):
     if (left < rows) | (width < columns):  # rare, and nvcc makes a branch an element of a selected exp
         for i, d in T.Parallel(rows, columns):
             x[i, d] = T.Select((i < left) & (d < width), x[i, d], T.float32(0))
+
+
+@T.macro
+def through_map(dx, dy_s, x, feature_map):
+    """dx = dy phi'(x): fragments of the tensors' type that lie alike, for stores of 16 bytes; dy in shared memory."""
+    T.copy(dy_s, dx)
+    for i, d in T.Parallel(dx.shape[0], dx.shape[1]):
+        slope = feature_slope(T.cast(x[i, d], "float32"), feature_map)
+        dx[i, d] = T.cast(T.cast(dx[i, d], "float32") * slope, dx.dtype)
 
 
 @T.macro
@@ -293,6 +323,19 @@ def start_state(S, z, rows, columns, kv, zs, given, slot, heads, corner, K):
         for d in T.Parallel(rows):
             if corner[0] + d < K:
                 z[d] = zs[slot, heads[1], corner[0] + d]
+
+
+@T.macro
+def find_place(place, i, blocks, heads):
+    """place = (span, value head, q/k head) of program i, whose block is i % blocks. heads: (HV, H).
+
+    Blocks come first, then heads: programs that read the same rows, those of a q/k head's value heads among them, run
+    at the same time, and all but the first find them in the L2 cache. In variables: TileLang 0.1.15 would divide again
+    wherever one of them is used, in 64 bits.
+    """
+    place[0] = T.truncdiv(i // blocks, heads[0])
+    place[1] = i // blocks - place[0] * heads[0]
+    place[2] = T.truncdiv(place[1], T.truncdiv(heads[0], heads[1]))
 
 
 @T.macro
@@ -380,11 +423,11 @@ class Gates:
     """
 
     def __init__(self, rows):
-        self.raw = T.alloc_shared([rows], "float32")  # fetched a chunk ahead
-        self.g = T.alloc_shared([rows], "float32")
-        self.high = T.alloc_shared([rows], "float32")
-        self.low = T.alloc_shared([rows], "float32")
-        self.factors = T.alloc_shared([rows], "float32")  # for scale_tile
+        self.raw = alloc_shared([rows], "float32")  # fetched a chunk ahead
+        self.g = alloc_shared([rows], "float32")
+        self.high = alloc_shared([rows], "float32")
+        self.low = alloc_shared([rows], "float32")
+        self.factors = alloc_shared([rows], "float32")  # for scale_tile
         self.rows = rows
 
     def between(self, j, i):

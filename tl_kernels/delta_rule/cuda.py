@@ -64,20 +64,19 @@ def forward(p: Problem, c: Blocks):
         norm: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))  # the q/k head that serves this value head
-            qs = m.Tile(C, KP, tile)
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
+            qs = d.Rows(C, KP, tile, io, ahead)
+            ks = d.Rows(C, KP, tile, io, ahead)
             ys = m.Tile(C, BV, tile)
             system = d.System(C, tile)  # I + N B
             cs = system.matrix  # M B, when Y is found
             ss = m.Tile(KP, BV, tile, twin=False)
             y_s = d.alloc_solved(C, BV)
             out_s = T.alloc_shared([C, BV], io)
-            q_next = m.Ahead(C, KP, io, ahead)
-            k_next = m.Ahead(C, KP, io, ahead)
             v_next = m.Ahead(C, BV, io, ahead, swizzled=True)  # read as Y lies
             gates = m.Gates(C)
             beta_next = T.alloc_shared([C], f32)
@@ -86,10 +85,6 @@ def forward(p: Problem, c: Blocks):
             num = T.alloc_fragment([C, BV], f32)
             acc = T.alloc_fragment([ROWS, BV], f32)
             A = T.alloc_fragment([C, C], f32)
-            q_f = T.alloc_fragment([C, KP], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
-            sum_f = T.alloc_fragment([C], f32)
             v_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
             slot = T.alloc_local([1], "int32")
@@ -102,8 +97,8 @@ def forward(p: Problem, c: Blocks):
                 gates.raw[i] = T.float32(0)
             T.sync_threads()
             if where[1] < where[2]:
-                m.fetch(q_next, q, where[1], i_q, 0)
-                m.fetch(k_next, k, where[1], i_q, 0)
+                m.fetch(qs.next, q, where[1], i_q, 0)
+                m.fetch(ks.next, k, where[1], i_q, 0)
                 m.fetch(v_next, v, where[1], i_h, i_v)
                 if gated > 0:
                     m.fetch_column(gates.raw, g, where[1], C, i_h)
@@ -115,19 +110,14 @@ def forward(p: Problem, c: Blocks):
                 m.sum_gates(gates, where[2] - t)
                 for i in T.Parallel(C):
                     beta_s[i] = T.Select(t + i < where[2], beta_next[i], T.float32(0))
-                m.load(q_f, q_next, q, t, i_q, 0)
-                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(qs, q_f)
-                m.load(k_f, k_next, k, t, i_q, 0)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(ks, k_f)
+                d.take_rows(qs, q, t, where[2] - t, i_q, norm > 0)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
                 m.load(v_f, v_next, v, t, i_h, i_v)
                 m.cleared(v_f, C, BV, where[2] - t)
                 T.sync_threads()  # all have taken this chunk
                 if t + C < where[2]:
-                    m.fetch(q_next, q, t + C, i_q, 0)
-                    m.fetch(k_next, k, t + C, i_q, 0)
+                    m.fetch(qs.next, q, t + C, i_q, 0)
+                    m.fetch(ks.next, k, t + C, i_q, 0)
                     m.fetch(v_next, v, t + C, i_h, i_v)
                     if gated > 0:
                         m.fetch_column(gates.raw, g, t + C, C, i_h)

@@ -81,13 +81,15 @@ def backward(p: Problem, c: Blocks):
         norm: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            i_part = i_h * NV + i_sv % NV
-            qs = m.Tile(C, KP, tile)
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_b = i_p % NV
+            i_v = i_b * BV
+            i_part = i_h * NV + i_b
+            qs = d.Rows(C, KP, tile, io, ahead)
+            ks = d.Rows(C, KP, tile, io, ahead)
             dos = m.Tile(C, BV, tile)
             ys = m.Tile(C, BV, tile)
             xs = m.Tile(C, BV, tile)
@@ -100,8 +102,6 @@ def backward(p: Problem, c: Blocks):
             x_s = d.alloc_solved(C, BV)
             dk_s = T.alloc_shared([C, KP], io)  # dq before dk
             dv_s = dk_s if BV == KP else T.alloc_shared([C, BV], io)
-            q_next = m.Ahead(C, KP, io, ahead)
-            k_next = m.Ahead(C, KP, io, ahead)
             dout_next = m.Ahead(C, BV, io, ahead)
             y_next = m.Ahead(C, BV, tile, ahead)
             gates = m.Gates(C)
@@ -116,9 +116,6 @@ def backward(p: Problem, c: Blocks):
             acc = T.alloc_fragment([ROWS, BV], f32)
             A = T.alloc_fragment([C, C], f32)
             products = T.alloc_fragment([C, C], f32)
-            q_f = T.alloc_fragment([C, KP], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
             dq_f = T.alloc_fragment([C, KP], f32)
             dk_f = T.alloc_fragment([C, KP], f32)
             from_f = T.alloc_fragment([C, KP], f32)  # of dk, from a state
@@ -127,7 +124,6 @@ def backward(p: Problem, c: Blocks):
             x_f = T.alloc_fragment([C, BV], f32)
             z_f = T.alloc_fragment([C, BV], f32)
             part_f = T.alloc_fragment([C, KP], f32)
-            length_f = T.alloc_fragment([C], f32)
             sum_f = T.alloc_fragment([C], f32)
             c_f = T.alloc_fragment([C], f32)
             d_f = T.alloc_fragment([C], f32)
@@ -153,8 +149,8 @@ def backward(p: Problem, c: Blocks):
                     one[i] = T.float32(1)
             T.sync_threads()
             if count > 0:
-                m.fetch(q_next, q, end, i_q, 0)
-                m.fetch(k_next, k, end, i_q, 0)
+                m.fetch(qs.next, q, end, i_q, 0)
+                m.fetch(ks.next, k, end, i_q, 0)
                 m.fetch(dout_next, dout, end, i_h, i_v)
                 m.fetch(y_next, y, end, i_h, i_v)
                 if gated > 0:
@@ -174,20 +170,14 @@ def backward(p: Problem, c: Blocks):
                 m.load(y_f, y_next, y, t, i_h, i_v)
                 m.cleared(y_f, C, BV, where[2] - t)
                 m.fill(ys, y_f)
-                m.load(q_f, q_next, q, t, i_q, 0)
-                m.cleared(q_f, C, KP, where[2] - t)
-                d.normalized(q_f, square_f, length_f, C, KP, norm > 0)
-                T.copy(length_f, q_inverse)
-                m.fill(qs, q_f)
-                m.load(k_f, k_next, k, t, i_q, 0)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, length_f, C, KP, norm > 0)
-                T.copy(length_f, k_inverse)
-                m.fill(ks, k_f)
+                d.take_rows(qs, q, t, where[2] - t, i_q, norm > 0)
+                T.copy(qs.inverse_f, q_inverse)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
+                T.copy(ks.inverse_f, k_inverse)
                 T.sync_threads()  # all have taken this chunk
                 if n + 1 < count:
-                    m.fetch(q_next, q, t - C, i_q, 0)
-                    m.fetch(k_next, k, t - C, i_q, 0)
+                    m.fetch(qs.next, q, t - C, i_q, 0)
+                    m.fetch(ks.next, k, t - C, i_q, 0)
                     m.fetch(dout_next, dout, t - C, i_h, i_v)
                     m.fetch(y_next, y, t - C, i_h, i_v)
                     if gated > 0:
@@ -227,7 +217,7 @@ def backward(p: Problem, c: Blocks):
                 T.reduce_sum(z_f, dbeta_f, dim=1)
                 for i in T.Parallel(C):
                     if t + i < where[2]:
-                        dbeta[t + i, i_h, i_sv % NV] = dbeta_f[i]
+                        dbeta[t + i, i_h, i_b] = dbeta_f[i]
                 for i, j in T.Parallel(C, BV):
                     x_f[i, j] *= beta_s[i]
                 T.copy(x_f, dv_s)
@@ -304,7 +294,7 @@ def backward(p: Problem, c: Blocks):
                     T.reduce_sum(A, sum_f, dim=1)
                     for i in T.Parallel(C):
                         if t + i < where[2]:
-                            dg[t + i, i_h, i_sv % NV] = dg_f[i] + sum_f[i] + across[0] * gates.whole
+                            dg[t + i, i_h, i_b] = dg_f[i] + sum_f[i] + across[0] * gates.whole
 
                 for i, j in T.Parallel(KP, BV):
                     R[i, j] *= gates.whole

@@ -68,24 +68,22 @@ def _prepare(p: Problem, c: Blocks, back: bool):
         norm: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans, HV, threads=c.threads) as (i_s, i_h):
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, 1, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            ks = d.Rows(C, KP, tile, io)
             found = m.Tile(C, BV, tile)
             system = d.System(C, tile, reverse=back)
             x_s = d.alloc_solved(C, BV)
             gates = m.Gates(C)
             beta_s = T.alloc_shared([C], f32)
             if back:
-                qs = m.Tile(C, KP, tile)
+                qs = d.Rows(C, KP, tile, io)
                 ms = m.Tile(C, C, tile)
-                q_f = T.alloc_fragment([C, KP], f32)
                 num = T.alloc_fragment([C, BV], f32)
             acc = T.alloc_fragment([ROWS, BV], f32)
             A = T.alloc_fragment([C, C], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
-            sum_f = T.alloc_fragment([C], f32)
             v_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
 
@@ -93,10 +91,7 @@ def _prepare(p: Problem, c: Blocks, back: bool):
             t = where[1]
             if where[1] < where[2]:
                 d.take_columns(gates, beta_s, g, beta, t, where[2], i_h, gated > 0)
-                T.copy(k[t : t + C, i_q, 0:KP], k_f)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(ks, k_f)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
                 T.clear(A)
                 m.multiply(A, ks, ks, transpose_B=True)
                 for i, j in T.Parallel(C, C):
@@ -106,10 +101,7 @@ def _prepare(p: Problem, c: Blocks, back: bool):
                         A[i, j] = T.Select(j < i, A[i, j] * gates.decay(j, i) * beta_s[j], T.float32(0))
                 d.fill_system(system, A)
                 if back:
-                    T.copy(q[t : t + C, i_q, 0:KP], q_f)
-                    m.cleared(q_f, C, KP, where[2] - t)
-                    d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
-                    m.fill(qs, q_f)
+                    d.take_rows(qs, q, t, where[2] - t, i_q, norm > 0)
                     T.clear(A)
                     m.multiply(A, qs, ks, transpose_B=True)
                     for i, j in T.Parallel(C, C):
@@ -186,26 +178,23 @@ def carry(p: Problem, c: Blocks):
         gated: T.int32,
         norm: T.int32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
+            ks = d.Rows(C, KP, tile, io, ahead)
             ws = m.Tile(C, KP, tile)
             ys = m.Tile(C, BV, tile)
             ss = m.Tile(KP, BV, tile, twin=False)
             y_s = T.alloc_shared([C, BV], tile)
-            k_next = m.Ahead(C, KP, io, ahead)
             w_next = m.Ahead(C, KP, tile, ahead)
             y_next = m.Ahead(C, BV, tile, ahead, swizzled=True)  # read as Y lies
             gates = m.Gates(C)
             beta_next = T.alloc_shared([C], f32)
             S = T.alloc_fragment([KP, BV], f32)
             num = T.alloc_fragment([C, BV], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
             w_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
-            sum_f = T.alloc_fragment([C], f32)
             y_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
             slot = T.alloc_local([1], "int32")
@@ -218,7 +207,7 @@ def carry(p: Problem, c: Blocks):
                 gates.raw[i] = T.float32(0)
             T.sync_threads()
             if where[1] < where[2]:
-                m.fetch(k_next, k, where[1], i_q, 0)
+                m.fetch(ks.next, k, where[1], i_q, 0)
                 m.fetch(w_next, w, where[1], i_h, 0)
                 m.fetch(y_next, y0, where[1], i_h, i_v)
                 if gated > 0:
@@ -231,10 +220,7 @@ def carry(p: Problem, c: Blocks):
                 m.sum_gates(gates, where[2] - t)
                 for i in T.Parallel(C):
                     gates.factors[i] = T.Select(t + i < where[2], gates.last(i) * beta_next[i], T.float32(0))
-                m.load(k_f, k_next, k, t, i_q, 0)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(ks, k_f)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
                 m.load(w_f, w_next, w, t, i_h, 0)
                 m.cleared(w_f, C, KP, where[2] - t)
                 m.fill(ws, w_f)
@@ -242,7 +228,7 @@ def carry(p: Problem, c: Blocks):
                 m.cleared(y_f, C, BV, where[2] - t)
                 T.sync_threads()  # all have taken this chunk
                 if t + C < where[2]:
-                    m.fetch(k_next, k, t + C, i_q, 0)
+                    m.fetch(ks.next, k, t + C, i_q, 0)
                     m.fetch(w_next, w, t + C, i_h, 0)
                     m.fetch(y_next, y0, t + C, i_h, i_v)
                     if gated > 0:
@@ -300,12 +286,13 @@ def output(p: Problem, c: Blocks):
         norm: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            qs = m.Tile(C, KP, tile)
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
+            qs = d.Rows(C, KP, tile, io)
+            ks = d.Rows(C, KP, tile, io)
             ys = m.Tile(C, BV, tile)
             cs = m.Tile(C, C, tile)
             ss = m.Tile(KP, BV, tile, twin=False)
@@ -315,10 +302,6 @@ def output(p: Problem, c: Blocks):
             S = T.alloc_fragment([KP, BV], f32)
             num = T.alloc_fragment([C, BV], f32)
             A = T.alloc_fragment([C, C], f32)
-            q_f = T.alloc_fragment([C, KP], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
-            sum_f = T.alloc_fragment([C], f32)
             y_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
             T.annotate_layout({out_s: make_swizzled_layout(out_s)})
@@ -331,14 +314,8 @@ def output(p: Problem, c: Blocks):
                 else:
                     T.async_copy(states[i_s, i_h, 0:KP, i_v : i_v + BV], ss.high)
                 d.take_columns(gates, beta_s, g, beta, t, where[2], i_h, gated > 0)
-                T.copy(q[t : t + C, i_q, 0:KP], q_f)
-                m.cleared(q_f, C, KP, where[2] - t)
-                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(qs, q_f)
-                T.copy(k[t : t + C, i_q, 0:KP], k_f)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(ks, k_f)
+                d.take_rows(qs, q, t, where[2] - t, i_q, norm > 0)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
                 T.copy(y[t : t + C, i_h, i_v : i_v + BV], y_f)
                 m.cleared(y_f, C, BV, where[2] - t)
                 m.fill(ys, y_f)
@@ -399,18 +376,17 @@ def carry_back(p: Problem, c: Blocks):
         norm: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
-            qs = m.Tile(C, KP, tile)
-            ks = m.Tile(C, KP, tile)
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
+            qs = d.Rows(C, KP, tile, io, ahead)
+            ks = d.Rows(C, KP, tile, io, ahead)
             ws = m.Tile(C, KP, tile)
             xs = m.Tile(C, BV, tile)
             dos = m.Tile(C, BV, tile)
             rs = m.Tile(KP, BV, tile, twin=False)
-            q_next = m.Ahead(C, KP, io, ahead)
-            k_next = m.Ahead(C, KP, io, ahead)
             w_next = m.Ahead(C, KP, tile, ahead)
             x_next = m.Ahead(C, BV, tile, ahead, swizzled=True)  # read as X lies
             dout_next = m.Ahead(C, BV, io, ahead)
@@ -418,11 +394,7 @@ def carry_back(p: Problem, c: Blocks):
             beta_next = T.alloc_shared([C], f32)
             R = T.alloc_fragment([KP, BV], f32)
             num = T.alloc_fragment([C, BV], f32)
-            q_f = T.alloc_fragment([C, KP], f32)
-            k_f = T.alloc_fragment([C, KP], f32)
             w_f = T.alloc_fragment([C, KP], f32)
-            square_f = T.alloc_fragment([C, KP], f32)
-            sum_f = T.alloc_fragment([C], f32)
             x_f = T.alloc_fragment([C, BV], f32)
             dout_f = T.alloc_fragment([C, BV], f32)
             where = T.alloc_local([3], "int32")
@@ -437,8 +409,8 @@ def carry_back(p: Problem, c: Blocks):
                 gates.raw[i] = T.float32(0)
             T.sync_threads()
             if count > 0:
-                m.fetch(q_next, q, end, i_q, 0)
-                m.fetch(k_next, k, end, i_q, 0)
+                m.fetch(qs.next, q, end, i_q, 0)
+                m.fetch(ks.next, k, end, i_q, 0)
                 m.fetch(w_next, w, end, i_h, 0)
                 m.fetch(x_next, x0, end, i_h, i_v)
                 m.fetch(dout_next, dout, end, i_h, i_v)
@@ -452,14 +424,8 @@ def carry_back(p: Problem, c: Blocks):
                 m.sum_gates(gates, where[2] - t)
                 for i in T.Parallel(C):
                     gates.factors[i] = T.Select(t + i < where[2], -gates.first(i) * beta_next[i], T.float32(0))
-                m.load(q_f, q_next, q, t, i_q, 0)
-                m.cleared(q_f, C, KP, where[2] - t)
-                d.normalized(q_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(qs, q_f)
-                m.load(k_f, k_next, k, t, i_q, 0)
-                m.cleared(k_f, C, KP, where[2] - t)
-                d.normalized(k_f, square_f, sum_f, C, KP, norm > 0)
-                m.fill(ks, k_f)
+                d.take_rows(qs, q, t, where[2] - t, i_q, norm > 0)
+                d.take_rows(ks, k, t, where[2] - t, i_q, norm > 0)
                 m.load(w_f, w_next, w, t, i_h, 0)
                 m.cleared(w_f, C, KP, where[2] - t)
                 m.fill(ws, w_f)
@@ -472,8 +438,8 @@ def carry_back(p: Problem, c: Blocks):
                 m.cleared(x_f, C, BV, where[2] - t)
                 T.sync_threads()  # all have taken this chunk
                 if n + 1 < count:
-                    m.fetch(q_next, q, t - C, i_q, 0)
-                    m.fetch(k_next, k, t - C, i_q, 0)
+                    m.fetch(qs.next, q, t - C, i_q, 0)
+                    m.fetch(ks.next, k, t - C, i_q, 0)
                     m.fetch(w_next, w, t - C, i_h, 0)
                     m.fetch(x_next, x0, t - C, i_h, i_v)
                     m.fetch(dout_next, dout, t - C, i_h, i_v)

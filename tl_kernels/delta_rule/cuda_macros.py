@@ -26,6 +26,25 @@ def normalized(x_f, square_f, inverse_f, rows, columns, given):
         x_f[i, d] *= inverse_f[i]
 
 
+class Rows(m.Tile):
+    """Rows of q or k as an operand, copied a chunk ahead if `ahead`."""
+
+    def __init__(self, C, columns, dtype, io, ahead=False):
+        super().__init__(C, columns, dtype)
+        self.next = m.Ahead(C, columns, io, ahead)
+        self.x_f, self.square_f = (T.alloc_fragment([C, columns], "float32") for _ in "xs")
+        self.inverse_f = T.alloc_fragment([C], "float32")  # one over their lengths, if those are asked for
+
+
+@T.macro
+def take_rows(tile, x, t, left, head, given):
+    """tile = rows of x from t on, over their lengths if given, a condition; zero from row `left` on."""
+    m.load(tile.x_f, tile.next, x, t, head, 0)
+    m.cleared(tile.x_f, tile.rows, tile.columns, left)
+    normalized(tile.x_f, tile.square_f, tile.inverse_f, tile.rows, tile.columns, given)
+    m.fill(tile, tile.x_f)
+
+
 @T.macro
 def norm_slope(dx_f, product_f, sum_f, tile, inverse_s, given):
     """The gradient of rows, from that of the unit vectors in a tile: dx = (dx - u <u, dx>) / length, if given."""
@@ -54,7 +73,7 @@ def take_columns(gates, beta_s, g, beta, t, last, head, given):
 
 def alloc_solved(rows, columns):
     """fp32 in shared memory for what is solved for; rows lie so that they do not share banks as accumulators lie."""
-    return T.alloc_shared([rows, columns + PAD], "float32")
+    return m.alloc_shared([rows, columns + PAD], "float32")
 
 
 class System:
@@ -65,7 +84,7 @@ class System:
 
     def __init__(self, C, dtype, reverse=False):
         self.matrix = m.Tile(C, C, dtype)
-        self.diagonal = T.alloc_shared([C, ROWS], "float32")  # its blocks on the diagonal
+        self.diagonal = m.alloc_shared([C, ROWS], "float32")  # its blocks on the diagonal
         self.rows, self.reverse = C, reverse
 
     def at(self, first, i):

@@ -26,7 +26,7 @@ def _forward(p: Problem, BK: int, BV: int) -> Layout:
 
 
 def _backward(p: Problem, BK: int, BV: int) -> Layout:
-    slack = SUM_BYTES * _threads(p, BK, BV, 256 if BK * BV >= 128 * 64 else 128)
+    slack = SUM_BYTES * _threads("backward", p, BK, BV, 128)
     staged = BK + (BV if BV != BK else 0)  # dK, and dV in the same place where it has the same size
     return Layout(2 * BK + 3 * BV, staged + _solved(p, BV), 2 * (BK + BV), squares=2.5, slack=slack)
 
@@ -126,10 +126,11 @@ def _moved(p: Problem, c: Blocks) -> float:
 def _fitting(stage: str, p: Problem, target: Target, chunks: Sequence[int]) -> list[Blocks]:
     shapes = [(rows_of(p.K), b) for b in sorted({64, *blocks_of(p.V)}, reverse=True)]
     found = fitting(p, target, shapes, partial(LAYOUTS[stage], p), chunks)
-    found = [replace(c, threads=_threads(p, c.BK, c.BV, c.threads)) for c in found]
+    found = [replace(c, threads=_threads(stage, p, c.BK, c.BV, c.threads)) for c in found]
     return [c for c in found if c.C > ROWS and c.BV <= c.threads <= 4 * c.BV]
 
 
-def _threads(p: Problem, BK: int, BV: int, usual: int) -> int:
-    """Of a program: at 128 threads a tile of 64 x 64 in float32 spills registers on sm_80."""
-    return 256 if tile_dtype(p) == "float32" and BK * BV >= 64 * 64 else usual
+def _threads(stage: str, p: Problem, BK: int, BV: int, usual: int) -> int:
+    """Of a program: at 128 threads tiles of 64 x 64 spill registers, in backward and in float32."""
+    large = BK * BV >= 64 * 64 and (stage == "backward" or tile_dtype(p) == "float32")
+    return 256 if large else usual

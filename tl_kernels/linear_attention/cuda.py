@@ -130,10 +130,11 @@ def forward(p: Problem, c: Config):
         scale: T.float32,
         eps: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))  # the q/k head that serves this value head
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV
             owner = (i_v == 0) & (i_h == i_q * T.truncdiv(HV, H))  # one program writes what belongs to a q/k head
             q_s = T.alloc_shared([C, KP], io)
             k_s = T.alloc_shared([C, KP], io)
@@ -378,10 +379,11 @@ def carry(p: Problem, c: Blocks):
         initial: T.int32,
         feature_map: T.int32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
             ks = m.Tile(C, KP, tile)
             vs = m.Tile(C, BV, tile)
             k_next = m.Ahead(C, KP, io, ahead)
@@ -521,9 +523,11 @@ def emit(p: Problem, c: Blocks):
         scale: T.float32,
         eps: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
             qs = m.Tile(C, KP, tile)
             ss = m.Tile(KP, BV, tile, twin=False)
             out_s = T.alloc_shared([C, BV], io)
@@ -537,7 +541,7 @@ def emit(p: Problem, c: Blocks):
             d_f = T.alloc_fragment([C], f32)
             d_s = T.alloc_shared([C], f32)
             where = T.alloc_local([3], "int32")
-            m.find_span(where, i_sv // NV, cu_seqlens, sequences, length, segment)
+            m.find_span(where, i_s, cu_seqlens, sequences, length, segment)
             T.copy(kv[where[0], i_h, 0:KP, i_v : i_v + BV], S)
             for d in T.Parallel(KP):
                 z_s[d] = T.if_then_else(d < K, z[where[0], i_q, d], T.float32(0))

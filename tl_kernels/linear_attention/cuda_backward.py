@@ -83,10 +83,11 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
         normalize: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NK, HV, threads=c.threads) as (i_sk, i_h):
-            i_k = i_sk % NK * BK
-            i_s = i_sk // NK
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NK, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NK, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_k = i_p % NK * BK
             dns = m.Tile(C, VP, tile)
             ss = m.Tile(BK, VP, tile, twin=False)
             S = T.alloc_fragment([BK, VP], f32)
@@ -98,6 +99,7 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
             q_f = T.alloc_fragment([C, BK], io)
             dq_f = T.alloc_fragment([C, BK], f32)
             dq_s = T.alloc_shared([C, BK], io)
+            dq_o = T.alloc_fragment([C, BK], io)
             z_s = T.alloc_shared([BK], f32)
             den_f = T.alloc_fragment([C], f32)
             dd_f = T.alloc_fragment([C], f32)
@@ -202,11 +204,8 @@ def _walk_q(p: Problem, c: Blocks, causal: bool):
                 for i, d in T.Parallel(C, BK):
                     dq_f[i, d] *= scale
                 T.copy(dq_f, dq_s)
-                for i, d in T.Parallel(C, BK):
-                    if (t + i < where[2]) & (i_k + d < K):
-                        dq[t + i, i_h, i_k + d] = T.cast(
-                            T.cast(dq_s[i, d], f32) * m.feature_slope(T.cast(q_f[i, d], f32), feature_map), io
-                        )
+                m.through_map(dq_o, dq_s, q_f, feature_map)
+                m.store(dq, dq_o, t, where[2], i_h, i_k, K)
 
     return backward_q_kernel
 
@@ -252,11 +251,12 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
         normalize: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NB, HV, threads=c.threads) as (i_sb, i_h):
-            i_k = i_sb % NB // NV * BK
-            i_v = i_sb % NB % NV * BV
-            i_s = i_sb // NB
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NB, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NB, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_k = i_p % NB // NV * BK
+            i_v = i_p % NB % NV * BV
             R = T.alloc_fragment([BK, BV], f32)
             rz_s = T.alloc_shared([BK], f32)
             where = T.alloc_local([3], "int32")
@@ -286,6 +286,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                 k_in = T.alloc_fragment([C, BK], io)
                 dk_f = T.alloc_fragment([C, BK], f32)
                 dk_s = T.alloc_shared([C, BK], io)
+                dk_o = T.alloc_fragment([C, BK], io)
                 T.annotate_layout({dk_s: make_swizzled_layout(dk_s)})
             if emit and want_v:
                 ks = m.Tile(C, BK, tile)
@@ -370,11 +371,8 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                     for i, d in T.Parallel(C, BK):
                         dk_f[i, d] += rz_s[d]
                     T.copy(dk_f, dk_s)
-                    for i, d in T.Parallel(C, BK):
-                        if (t + i < where[2]) & (i_k + d < K):
-                            dk[t + i, i_h, i_k + d] = T.cast(
-                                T.cast(dk_s[i, d], f32) * m.feature_slope(T.cast(k_in[i, d], f32), feature_map), io
-                            )
+                    m.through_map(dk_o, dk_s, k_in, feature_map)
+                    m.store(dk, dk_o, t, where[2], i_h, i_k, K)
 
                 if emit and want_v:
                     if causal:
@@ -388,9 +386,7 @@ def _walk_kv(p: Problem, c: Blocks, want_k: bool, want_v: bool, emit: bool = Tru
                     if causal:
                         m.multiply(dv_f, cs, dns, transpose_A=True)
                     T.copy(dv_f, dv_s)
-                    for i, j in T.Parallel(C, BV):
-                        if (t + i < where[2]) & (i_v + j < V):
-                            dv[t + i, i_h, i_v + j] = dv_s[i, j]
+                    m.store(dv, dv_s, t, where[2], i_h, i_v, V)
 
                 if carry:
                     m.multiply(R, qs, dns, transpose_A=True)

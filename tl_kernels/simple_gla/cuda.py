@@ -79,10 +79,11 @@ def forward(p: Problem, c: Blocks):
         keeps: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))  # the q/k head that serves this value head
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
             qs = m.Tile(C, KP, tile)
             ks = m.Tile(C, KP, tile)
             vs = m.Tile(C, BV, tile)
@@ -192,10 +193,11 @@ def carry(p: Problem, c: Blocks):
         reverse: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NV, HV, threads=c.threads) as (i_sv, i_h):
-            i_v = i_sv % NV * BV
-            i_s = i_sv // NV
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NV, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NV, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_v = i_p % NV * BV
             xs = m.Tile(C, KP, tile)
             ys = m.Tile(C, BV, tile)
             x_next = m.Ahead(C, KP, io, ahead)

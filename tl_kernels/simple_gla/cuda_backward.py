@@ -113,10 +113,11 @@ def backward_q(p: Problem, c: Blocks):
         gated: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NK, HV, threads=c.threads) as (i_sk, i_h):
-            i_k = i_sk % NK * BK
-            i_s = i_sk // NK
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NK, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NK, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_k = i_p % NK * BK
             dos = m.Tile(C, VP, tile)
             ks = m.Tile(C, BK, tile)
             vs = m.Tile(C, VP, tile)
@@ -183,7 +184,7 @@ def backward_q(p: Problem, c: Blocks):
                 T.reduce_sum(q_f, c_f, dim=1)
                 for i in T.Parallel(C):
                     if (gated > 0) & (t + i < where[2]):
-                        crossing[t + i, i_h, i_sk % NK] = c_f[i]
+                        crossing[t + i, i_h, i_p % NK] = c_f[i]
 
                 # from the chunk
                 T.clear(P)
@@ -250,11 +251,12 @@ def _walk_back(p: Problem, c: Blocks, want_q: bool = False, want_k: bool = False
         gated: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(spans * NB, HV, threads=c.threads) as (i_sb, i_h):
-            i_k = i_sb % NB // NV * BK
-            i_v = i_sb % NB % NV * BV
-            i_s = i_sb // NB
-            i_q = T.truncdiv(i_h, T.truncdiv(HV, H))
+        with T.Kernel(spans * HV * NB, threads=c.threads) as i_p:
+            place = T.alloc_local([3], "int32")
+            m.find_place(place, i_p, NB, (HV, H))
+            i_s, i_h, i_q = place[0], place[1], place[2]
+            i_k = i_p % NB // NV * BK
+            i_v = i_p % NB % NV * BV
             qs = m.Tile(C, BK, tile)
             ks = m.Tile(C, BK, tile)
             dos = m.Tile(C, BV, tile)
@@ -419,7 +421,7 @@ def _walk_back(p: Problem, c: Blocks, want_q: bool = False, want_k: bool = False
                             m.inner_product(across, R, rs)
                         for i in T.Parallel(C):
                             if t + i < where[2]:
-                                dg[t + i, i_h, i_sb % NB // NV] = dg_f[i] + across[0] * gates.whole
+                                dg[t + i, i_h, i_p % NB // NV] = dg_f[i] + across[0] * gates.whole
 
                 for i, j in T.Parallel(BK, BV):
                     R[i, j] *= gates.whole

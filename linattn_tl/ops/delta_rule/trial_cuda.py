@@ -399,7 +399,8 @@ def _check_decode(case: Step, p: Problem, run: CudaDecode, device: Device, gated
 
 # ---- what is timed
 
-SHAPES = {  # rows, and columns of each value head
+OF_KEYS = ("q", "k")  # tensors with a row a q/k head, not a value head
+SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "w", "back", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "y0", "y", "x0", "dout", "dv"), ("tokens", "V")),
     **dict.fromkeys(("g", "beta", "dg", "dbeta"), ("tokens", "")),
@@ -426,19 +427,21 @@ def workload(
     tokens: int = TOKENS,
     batch: int | None = None,
     heads: int = HEADS,
+    sharing: int = 1,
 ) -> Workload:
     """A launch to time, and its floating-point operations and bytes.
 
     Args:
         tokens: of each sequence; of no account to decode, which is timed with one.
         batch: sequences; decode has more of them.
-        heads: of q, k and v alike.
+        heads: value heads.
+        sharing: how many of them a q/k head serves; of no account to decode.
     """
     stage = kernel.name.split(".")[1]
     if stage == "decode":
         return _decode_workload(kernel, problem, launcher, device, batch or DECODE_BATCH, heads)
     p, work = problem, WORK[stage]
-    walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=False)
+    walk = timed_walk(p, batch or BATCH, tokens, heads, sharing, in_spans=False)
     walk = walk._replace(segment=launcher.config.C) if stage in IN_CHUNKS else walk
     tensors = {name: _timed(name, walk, launcher.config, p, device) for name in work.moved}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5, qk_l2norm=True), walk.segment))
@@ -447,7 +450,7 @@ def workload(
 
 def _timed(name: str, walk: Walk, config: Blocks, p: Problem, device: Device) -> torch.Tensor:
     rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk, _dtype(name, p), device, config.C)
+    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device, config.C)
     if name in ("dq", "dk", "dg", "dbeta"):  # a part for each block of V
         x = x.repeat_interleave(blocks(config, p.K, p.V), 1)
     return {"g": -x.abs(), "beta": x.sigmoid()}.get(name, x)

@@ -403,7 +403,8 @@ def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) ->
 
 # ---- what is timed
 
-SHAPES = {  # rows, and columns of each value head
+OF_KEYS = ("q", "k", "den", "z0", "z1")  # tensors with a row a q/k head, not a value head
+SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
     **dict.fromkeys(("den", "delta"), ("tokens", "")),
@@ -440,19 +441,21 @@ def workload(
     tokens: int = TOKENS,
     batch: int | None = None,
     heads: int = HEADS,
+    sharing: int = 1,
 ) -> Workload:
     """A launch to time, and its floating-point operations and bytes.
 
     Args:
         tokens: of each sequence; of no account to decode, which is timed with one.
         batch: sequences; decode has more of them.
-        heads: of q, k and v alike.
+        heads: value heads.
+        sharing: how many of them a q/k head serves; of no account to decode.
     """
     stage = kernel.name.split(".")[1]
     if stage == "decode":
         return _decode_workload(problem, launcher, device, batch or DECODE_BATCH, heads)
     B, p = batch or BATCH, problem
-    walk = timed_walk(p, B, tokens, heads, in_spans=stage in IN_SPANS)
+    walk = timed_walk(p, B, tokens, heads, sharing, in_spans=stage in IN_SPANS)
     work = WORK[stage]
     moved = work.moved
     tensors = {name: _timed(name, walk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
@@ -469,7 +472,7 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
 
 def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
     rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk, _dtype(name, p), device)
+    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device)
     return x.uniform_(1.0, 2.0) if name == "den" else x
 
 

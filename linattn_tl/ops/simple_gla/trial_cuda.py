@@ -418,7 +418,8 @@ def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) ->
 
 # ---- what is timed
 
-SHAPES = {  # rows, and columns of each value head
+OF_KEYS = ("q", "k")  # tensors with a row a q/k head, not a value head
+SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
     "g": ("tokens", ""),
@@ -448,19 +449,21 @@ def workload(
     tokens: int = TOKENS,
     batch: int | None = None,
     heads: int = HEADS,
+    sharing: int = 1,
 ) -> Workload:
     """A launch to time, and its floating-point operations and bytes. The gradient of g is not asked for.
 
     Args:
         tokens: of each sequence; of no account to decode, which is timed with one.
         batch: sequences; decode has more of them.
-        heads: of q, k and v alike.
+        heads: value heads.
+        sharing: how many of them a q/k head serves; of no account to decode.
     """
     stage = kernel.name.split(".")[1]
     if stage == "decode":
         return _decode_workload(problem, launcher, device, batch or DECODE_BATCH, heads)
     p, work = problem, WORK[stage]
-    walk = timed_walk(p, batch or BATCH, tokens, heads, in_spans=stage == "scan")
+    walk = timed_walk(p, batch or BATCH, tokens, heads, sharing, in_spans=stage == "scan")
     moved, chunk = work.moved, getattr(launcher.config, "C", SEGMENT)
     tensors = {name: _timed(name, walk, chunk, p, device) for name in TENSORS[stage] if _is_timed(name, moved)}
     packed = launcher.pack(_numbers(tensors, walk, Options(p.K**-0.5)))
@@ -474,7 +477,7 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
 
 def _timed(name: str, walk: Walk, chunk: int, p: Problem, device: Device) -> torch.Tensor:
     rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk, _dtype(name, p), device, chunk)
+    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device, chunk)
     return -x.abs() if name == "g" else x
 
 
