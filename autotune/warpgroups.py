@@ -3,7 +3,7 @@
 TileLang 0.1.15 writes `((int)threadIdx.x) >> 7` into the descriptors of wgmma. ptxas does not see that all threads of a
 warp agree on it: the descriptors of all steps of all products lie in vector registers, and are kept there over a loop.
 What a shuffle brings from one lane it takes for uniform; and what is made of a shuffle inside a loop is not kept from
-one turn to the next. The worst kernel spilled 56 bytes without this, and none with it.
+one turn to the next. The largest kernels spill registers without this, and none with it.
 """
 
 import re
