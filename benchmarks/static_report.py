@@ -4,8 +4,8 @@ From the compiler: registers, spills, shared memory, size, and whether tensor co
 From the emulator, at a small size: bytes of global memory a token and head that programs ask for, and how many of them
 are distinct, both against the floor (each tensor moved once, see each family's trial_cuda.py; the gradient of gates is
 not asked for); sectors against the fewest that could hold them, the worst bank conflict of a line, and whether the run
-was clean. What reaches HBM is close to the distinct bytes: value heads that share a q/k head read the same rows, are
-neighbours in the grid, and so are to run at the same time and find them in the L2 cache.
+was clean. What reaches HBM should be close to the distinct bytes: value heads that share a q/k head read the same rows,
+are neighbours in the grid, and so are to run at the same time and find them in the L2 cache.
 Nothing here has run on a GPU, and nothing is a time.
 """
 

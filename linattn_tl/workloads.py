@@ -10,6 +10,7 @@ from linattn_tl.spans import Walk
 from tl_kernels.spec import Problem
 
 TOKENS, HEADS, BATCH, DECODE_BATCH = 4096, 16, 4, 64
+OF_KEYS = ("q", "k", "den", "z0", "z1")  # tensors with a row a q/k head; others have one a value head
 TIMED_SEGMENT = 512  # tokens a span, of kernels that walk spans of sequences
 
 
@@ -51,17 +52,20 @@ def timed_walk(p: Problem, batch: int, tokens: int, heads: int, sharing: int, in
 
 
 def timed(
-    rows: str, columns: str, walk: Walk, dtype: torch.dtype, device: torch.device | str, chunk: int = 1
+    name: str, shape: tuple[str, str], walk: Walk, dtype: torch.dtype, device: torch.device | str, chunk: int = 1
 ) -> torch.Tensor:
     """A tensor of a timed launch.
 
     Args:
-        rows: "tokens", "states" of sequences, "spans", or "chunks" of `chunk` tokens.
-        columns: of each value head: "K", "V", "KV", or "" for a number.
+        name: says by OF_KEYS whether it is a q/k head's or a value head's.
+        shape: rows, "tokens", "states" of sequences, "spans", or "chunks" of `chunk` tokens; and columns of each head,
+            "K", "V", "KV", or "" for a number.
     """
+    rows, columns = shape
     chunks = walk.sequences * -(-walk.length // chunk)
     count = {"tokens": walk.tokens, "states": walk.sequences, "spans": walk.spans, "chunks": chunks}[rows]
     widths = {"K": (walk.K,), "V": (walk.V,), "KV": (walk.K, walk.V), "": ()}
-    x = torch.zeros(count, walk.HV, *widths[columns], dtype=dtype, device=device)
+    heads = walk.H if name in OF_KEYS else walk.HV
+    x = torch.zeros(count, heads, *widths[columns], dtype=dtype, device=device)
     # a scan over the results of the one before would leave the range of fp32
     return x if rows == "spans" else x.normal_()

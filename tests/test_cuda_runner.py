@@ -307,6 +307,8 @@ def test_grids_beyond_the_limit_are_refused():
         runner(*FP32).forward((x, x, x, None, None), None, Options())
     with pytest.raises(UnsupportedError, match="grid of 2147483648 x 1"):
         check_grid("linear_attention", "forward", 1, 2**31)
+    with pytest.raises(UnsupportedError, match="grid of 1073741824 x 2"):  # one axis for both
+        check_grid("linear_attention", "forward", 2, 2**30)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,17 @@ def test_value_heads_that_share_a_key_head():
 
 
 @pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
+def test_gradients_leave_in_whole_sectors():
+    """dq and dk pass through the slope of the feature map in fragments, for stores of 16 bytes."""
+    problem = Problem("linear_attention", "bfloat16", 64, 64, "cuda")
+    for kernel in static_report.reported(problem, "sm_80", ["backward_q", "backward_kv"]):
+        assert static_report.report(kernel, problem, "sm_80").sector_ratio < 1.1
+
+
+@pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
 @pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 64)])
 def test_the_largest_kernel_does_not_spill(dtype: str, dim: int):
-    """It holds a state, three gradients and the descriptors of 18 products: see autotune/emulator/warpgroups.py."""
+    """It holds a state, three gradients and the descriptors of 18 products: see autotune/warpgroups.py."""
     device = target.named("sm_90a")
     problem = Problem("delta_rule", dtype, dim, dim, "cuda")
     (kernel,) = static_report.reported(problem, "sm_90a", ["backward"])

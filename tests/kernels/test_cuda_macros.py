@@ -1,12 +1,15 @@
 """Tile programs of tl_kernels/cuda_macros.py by themselves, under the emulator."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from autotune import cuda_build
+from autotune import cuda_build, target
+from linattn_tl import trials
 from tests.autotune.emulator import kernels
+from tl_kernels.spec import Problem
 
 pytestmark = pytest.mark.skipif(bool(cuda_build.missing()), reason=cuda_build.missing())
 
@@ -43,3 +46,13 @@ def test_programs_that_read_the_same_rows_are_neighbours(spans: int, HV: int, H:
     kernels.built("sm_80", places, blocks)(found, *heads, spans).assert_clean()
     every = [(s, h, h * H // HV, b) for s in range(spans) for h in range(HV) for b in range(blocks)]
     assert [tuple(row) for row in found.tolist()] == every
+
+
+@pytest.mark.parametrize("family", trials.families("cuda"))
+def test_shared_buffers_have_names_of_their_own(family: str):
+    """TileLang calls what is kept in an attribute v, and lays out buffers of one name in no lasting order."""
+    problem, device = Problem(family, "bfloat16", 32, 32, "cuda"), target.named("sm_80")
+    kernel = trials.find_kernel(f"{family}.forward", "cuda")[1]
+    lowered = cuda_build.lower(kernel, problem, kernel.configs(problem, device)[0], device)
+    names = re.findall(r"void\* (\w+) = .*buf_dyn_shmem", lowered.kernel_source)
+    assert len(names) > 3 and not [name for name in names if re.fullmatch(r"v(_\d+)?", name)]

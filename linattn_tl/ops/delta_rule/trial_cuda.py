@@ -399,7 +399,6 @@ def _check_decode(case: Step, p: Problem, run: CudaDecode, device: Device, gated
 
 # ---- what is timed
 
-OF_KEYS = ("q", "k")  # tensors with a row a q/k head, not a value head
 SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "w", "back", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "y0", "y", "x0", "dout", "dv"), ("tokens", "V")),
@@ -449,8 +448,7 @@ def workload(
 
 
 def _timed(name: str, walk: Walk, config: Blocks, p: Problem, device: Device) -> torch.Tensor:
-    rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device, config.C)
+    x = timed(name, SHAPES[name], walk, _dtype(name, p), device, config.C)
     if name in ("dq", "dk", "dg", "dbeta"):  # a part for each block of V
         x = x.repeat_interleave(blocks(config, p.K, p.V), 1)
     return {"g": -x.abs(), "beta": x.sigmoid()}.get(name, x)

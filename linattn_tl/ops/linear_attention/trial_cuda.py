@@ -403,7 +403,6 @@ def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) ->
 
 # ---- what is timed
 
-OF_KEYS = ("q", "k", "den", "z0", "z1")  # tensors with a row a q/k head, not a value head
 SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
@@ -471,8 +470,7 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
 
 
 def _timed(name: str, walk: Walk, p: Problem, device: Device) -> torch.Tensor:
-    rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device)
+    x = timed(name, SHAPES[name], walk, _dtype(name, p), device)
     return x.uniform_(1.0, 2.0) if name == "den" else x
 
 

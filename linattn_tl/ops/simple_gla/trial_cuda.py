@@ -418,7 +418,6 @@ def _check_decode(case: Step, p: Problem, launcher: Launcher, device: Device) ->
 
 # ---- what is timed
 
-OF_KEYS = ("q", "k")  # tensors with a row a q/k head, not a value head
 SHAPES = {  # rows, and columns of each head
     **dict.fromkeys(("q", "k", "dq", "dk"), ("tokens", "K")),
     **dict.fromkeys(("v", "o", "dout", "dv"), ("tokens", "V")),
@@ -476,8 +475,7 @@ def _is_timed(name: str, moved: tuple[str, ...]) -> bool:
 
 
 def _timed(name: str, walk: Walk, chunk: int, p: Problem, device: Device) -> torch.Tensor:
-    rows, columns = SHAPES[name]
-    x = timed(rows, columns, walk._replace(HV=walk.H) if name in OF_KEYS else walk, _dtype(name, p), device, chunk)
+    x = timed(name, SHAPES[name], walk, _dtype(name, p), device, chunk)
     return -x.abs() if name == "g" else x
 
 
